@@ -89,6 +89,8 @@ class Strategy:
             ``top-k:ratio=0.01``.
         shard_optimizer: whether each worker keeps a part of the optimizer's state; None: if that saves time or memory.
         shard_parameters: whether each worker keeps a part of the parameters.
+        standby: copies of A and of all that its server knows, in a process of their own that takes over if the server's
+            dies: 0 or 1.
 
     Raises:
         InputError: a value that its field can't have.
@@ -118,6 +120,7 @@ class Strategy:
     compression: str = "none"
     shard_optimizer: bool | None = None
     shard_parameters: bool = False
+    standby: int = 0
     least_replicas: int | None = None
 
     def __post_init__(self) -> None:
@@ -139,6 +142,9 @@ class Strategy:
         for name, canonical in _CANONICAL.items():
             object.__setattr__(self, name, canonical(getattr(self, name)))
         check_bool("shard_parameters", self.shard_parameters)
+        check_int("standby", self.standby, least=0)
+        if self.standby > 1:
+            raise InputError(f"standby={self.standby}: a server has one standby, or none; write standby=1.")
         if self.shard_optimizer is not None:
             check_bool("shard_optimizer", self.shard_optimizer)
         object.__setattr__(self, "cuts", (self.cuts,) if isinstance(self.cuts, str) else tuple(self.cuts))

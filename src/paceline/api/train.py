@@ -103,8 +103,8 @@ def train(
             ``stop``; with the first two an exception in a worker counts as its death. None: ``continue`` where the
             engine can, and exceptions end the run.
         suspect_after_s: silence in seconds after which a replica that computes, and usually takes much less for a step,
-            is named; if ``on_death`` is ``continue`` or ``replace``, it is killed, and so dead. Engine ``local``; on
-            ``distributed`` the others go on without it, if they are more than half.
+            is named; if ``on_death`` is ``continue`` or ``replace``, it is killed, and so dead. Engines ``local`` and
+            ``ray``; on ``distributed`` the others go on without it, if they are more than half.
         timeout_s: bound in seconds on start-up and on every wait for a worker that should answer at once.
         tensorboard: also write TensorBoard events to ``out``.
         loop: the user's own loop, called with a worker on every replica; see :func:`launch`.

@@ -14,7 +14,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Mapping, Set
 
-from paceline.core.types import ReplicaId, Seconds
+from paceline.core.types import Clock, ReplicaId, Seconds
 
 # Steps of a replica that are remembered, and how many it takes until it may be called slow.
 REMEMBERED, ENOUGH = 20, 5
@@ -94,9 +94,32 @@ class ReplicaPace:
 
     # -------------------------------------------------------------------------------------------------------- in words
 
-    def remark(self, kind: str, replica: ReplicaId, text: str) -> None:
-        """Keep a remark about a replica; a newer one of its kind replaces it."""
-        self._remarks[kind, replica] = text
+    def look(
+        self,
+        now: Seconds,
+        excused_until: Callable[[ReplicaId], Seconds],
+        step: Callable[[ReplicaId], Clock],
+        unread: Callable[[ReplicaId], bool],
+    ) -> tuple[dict[ReplicaId, Seconds], tuple[str, ...]]:
+        """Return for how long silent replicas have been so, and sentences about them and the slow ones.
+
+        The newest sentence of each kind about each replica is kept for the summary.
+
+        Args:
+            now: training time.
+            excused_until: as for :meth:`silent`.
+            step: number of the step that a replica is at.
+            unread: returns whether a replica's Δ is there, and this process has not taken it.
+        """
+        silent = {r: silence_s for r, silence_s in self.silent(now, excused_until).items() if not unread(r)}
+        remarks: list[str] = []
+        for replica, silence_s in silent.items():
+            remarks.append(f"replica {replica} silent for {silence_s:.1f} s at its step {step(replica)}")
+            self._remarks["silent", replica] = f"{remarks[-1]}, until {now:.1f} s"
+        for replica, times in self.stragglers().items():
+            remarks.append(f"replica {replica} takes {times:.1f} times as long for a step as the others")
+            self._remarks["stragglers", replica] = f"{remarks[-1]}, at {now:.1f} s"
+        return silent, tuple(remarks)
 
     def notes(self) -> dict[str, str]:
         """Return the remarks of each kind, for the summary."""

@@ -132,14 +132,17 @@ def workers_file(
         remove_workers_file(folder)
 
 
-def update_workers_file(folder: Path | None, place: Coordinate, info: ProcessInfo | None) -> None:
-    """Write down that another process is a replica's worker now, or none; a full disk leaves the file as it was."""
+def update_workers_file(folder: Path | None, place: Coordinate | str, info: ProcessInfo | None) -> None:
+    """Write down which process is a replica's worker, or has a role, now, or that none is.
+
+    A full disk leaves the file as it was.
+    """
     if folder is None:
         return
     partial, whole = folder / PARTIAL_NAME, folder / "workers.json"
     with contextlib.suppress(OSError, ValueError):
         rows = json.loads(whole.read_text(encoding="utf-8"))
-        own: dict[str, Any] = {"role": "replica", **place._asdict()}
+        own: dict[str, Any] = {"role": place} if isinstance(place, str) else {"role": "replica", **place._asdict()}
         others = [row for row in rows if not own.items() <= row.items()]
         before = [row for row in rows if own.items() <= row.items()] or [own]
         rows = others if info is None else [*others, before[0] | dict(info)]

@@ -22,6 +22,7 @@ Feature: TypeAlias = Literal[
     "noise_scale",
     "virtual-time",
     "on_death",  # replicas whose death the run survives
+    "standby",  # a second copy of A, for the death of the server
     "elastic",  # replicas that come and go while the run lasts
     "no-server",  # A is with the replicas alone
 ]
@@ -35,7 +36,7 @@ _PARALLEL: frozenset[Feature] = frozenset({"stages", "async-stages", "shards", "
 ENGINE_FEATURES: Mapping[str, frozenset[Feature]] = {
     "local": _PARALLEL | {"asynchronous", "in-place", "groups-shard_optimizer", "on_death", "elastic"},
     "virtual": frozenset({"asynchronous", "stages", "shards", "noise_scale", "virtual-time"}),
-    "ray": frozenset({"asynchronous", "cuda", "on_death"}),
+    "ray": frozenset({"asynchronous", "cuda", "on_death", "standby"}),
     "distributed": _PARALLEL | {"compression", "shard_optimizer", "shard_parameters", "on_death", "no-server"},
 }
 
@@ -43,7 +44,7 @@ ENGINE_FEATURES: Mapping[str, frozenset[Feature]] = {
 # Fields of a case that a strategy has under the same names.
 _SAME = (
     *("replicas", "pipelined", "accumulate", "device", "compression", "shard_optimizer", "shard_parameters"),
-    *("elastic", "partition"),
+    *("elastic", "partition", "standby"),
 )
 
 
@@ -80,6 +81,7 @@ class Case:
     compression: str = "none"
     shard_optimizer: bool | None = None
     shard_parameters: bool = False
+    standby: int = 0
     elastic: bool = False
     partition: str = "global"
     shard_rules: bool = False

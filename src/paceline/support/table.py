@@ -103,6 +103,7 @@ TABLE: tuple[Row, ...] = (
     _unsupported("compression"),
     _unsupported("shard_parameters"),
     _unsupported("shard_optimizer"),
+    _unsupported("standby"),
     Row(
         lambda c: c.accumulate > 1 and not isinstance(c.policy.delta, Gradient),
         "accumulate={s.accumulate} is for policies that send gradients, but under aggregation={policy} replicas take "

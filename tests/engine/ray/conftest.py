@@ -45,12 +45,10 @@ def short() -> Iterator[Path]:
 
 
 @pytest.fixture
-def on_ray(engine: RayEngine) -> Iterator[Callable[..., Run]]:
-    """``train`` on it; with ``replace``, others take the place of replicas that die."""
+def on_ray(engine: RayEngine) -> Callable[..., Run]:
+    """``train`` on it."""
 
-    def run(program: Any, strategy: Any, *, replace: bool = False, **settings: Any) -> Run:
-        engine._replace = replace
+    def run(program: Any, strategy: Any, **settings: Any) -> Run:
         return train(program, strategy, engine=engine, **QUIET | settings)
 
-    yield run
-    engine._replace = False
+    return run

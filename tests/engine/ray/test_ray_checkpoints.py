@@ -21,7 +21,7 @@ from paceline.comm import liveness
 from paceline.engine.base import Progress, Watcher
 from paceline.engine.ray.engine import RayEngine
 from tests.engine import programs
-from tests.engine.local.commands import PATIENCE_S, eventually
+from tests.engine.local.commands import PATIENCE_S, PROGRAM, eventually
 from tests.engine.ray.commands import SAVED, started
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
@@ -189,3 +189,27 @@ def test_sigterm_ends_a_program_with_its_result(moment: str, short: Path, tmp_pa
     eventually(lambda: not list(short.glob("ray-*")))
     for pidfd in pidfds:
         os.close(pidfd)
+
+
+@pytest.mark.parametrize(("words", "code"), [(("--preemptible",), 0), ((), 143)])
+def test_sigterm_ends_the_command_with_all_of_it_saved(
+    words: tuple[str, ...], code: int, short: Path, tmp_path: Path
+) -> None:
+    folder, program = tmp_path / "ckpt", tmp_path / "program.py"
+    program.write_text(PROGRAM, encoding="utf-8")
+    command = ["train", f"{program}:program", "--strategy", "replicas=1 standby=1", "--engine", "ray", "--json"]
+    saving = ["--steps", str(10**9), "--checkpoint", str(folder), "--checkpoint-every", "20 steps"]
+    with started("from paceline.cli.main import main; main()", short, *command, *saving, *words) as process:
+        try:
+            eventually(lambda: [*folder.glob("step-*")] or process.poll() is not None)
+            assert process.poll() is None, process.communicate()
+            process.send_signal(signal.SIGTERM)
+            out, err = process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+    assert process.returncode == code, err
+    summary = json.loads(out)["summary"]
+    assert newest_in(folder).manifest.head["version"] == summary["updates"] > 0
+    assert summary["signal"] == "SIGTERM"
+    assert "Traceback" not in err
+    eventually(lambda: not list(short.glob("ray-*")))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Adam
 
 from paceline import NonFiniteError, Run, WorkerError
 from paceline.core.errors import WaitTimeoutError
@@ -18,7 +19,7 @@ from paceline.engine.base import Progress, Watcher
 from paceline.engine.ray.engine import RayEngine
 from tests import oracle
 from tests.engine import programs
-from tests.engine.local import moments
+from tests.engine.local import moments, test_local_kills, test_on_death
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
 
@@ -48,27 +49,17 @@ def training(progress: Progress) -> bool:
 # --------------------------------------------------------------------------------------------------------------- deaths
 
 
-def without_one(dead: int, after: int) -> oracle.Values:
-    """Three replicas in lockstep, of which one takes part in the first ``after`` rounds alone."""
-    program = programs.program()
-    plain, data = oracle.Plain(program), oracle.order(program, 3)
-    for k in range(STEPS):
-        present = [r for r in range(3) if r != dead or k < after]
-        plain.step(plain.gradient([i for r in present for i in data.batch(r, k).tolist()]))
-    return plain.values()
-
-
 def test_the_others_go_on_without_a_replica_that_dies(on_ray: OnRay) -> None:
     loop = functools.partial(moments.loop, replica=1, step=3, prepare=moments.in_the_backward_pass)
     run = on_ray(programs.program(), "replicas=3", steps=STEPS, loop=loop)
     assert [d.replica for d in run.left] == [1]
     assert "its process ended" in run.left[0].reason
     assert 0 < run.left[0].time_s <= run.summary["seconds"]
-    oracle.assert_same(run.model, without_one(1, after=2), 1e-12)  # sums in another order
+    oracle.assert_same(run.model, test_local_kills.without_one(STEPS, 1, after=2), 1e-12)  # sums in another order
     assert run.summary["gradients"] == 3 * STEPS - 4
 
 
-def test_another_takes_its_place_and_goes_on_where_it_was(on_ray: OnRay, tmp_path: Path) -> None:
+def test_another_takes_its_place_and_makes_its_step_anew(on_ray: OnRay, tmp_path: Path) -> None:
     died = tmp_path / "died"
 
     def loop(worker: Any) -> None:
@@ -78,7 +69,7 @@ def test_another_takes_its_place_and_goes_on_where_it_was(on_ray: OnRay, tmp_pat
                 moments.die()
             worker.step(batch)
 
-    assert_one_attempt_was_lost(on_ray, loop)
+    assert_nothing_was_lost(on_ray, loop)
 
 
 def test_another_goes_on_after_a_delay_in_which_one_was_killed(
@@ -101,37 +92,59 @@ def test_another_goes_on_after_a_delay_in_which_one_was_killed(
             worker.step(batch)
 
     watched.append(once(lambda _: died.exists(), lambda: os.kill(int(died.read_text()), signal.SIGKILL)))
-    assert_one_attempt_was_lost(on_ray, loop, delay="fraction=1 constant:value=1000", timeout_s=30)
+    assert_nothing_was_lost(on_ray, loop, delay="fraction=1 constant:value=1000", timeout_s=30)
 
 
-def assert_one_attempt_was_lost(on_ray: OnRay, loop: Callable[[Any], None], **settings: Any) -> None:
+def assert_nothing_was_lost(on_ray: OnRay, loop: Callable[[Any], None], **settings: Any) -> None:
     """Replica 1 dies at its third step; trained weights count how often each sample was applied."""
     policy = "stale-synchronous:bound=0,combine=sum"  # nobody runs ahead, so the others are there when it is back
     strategy = f"replicas=3 aggregation={policy}"
-    run = on_ray(moments.counting(), strategy, steps=STEPS, loop=loop, replace=True, **settings)
+    run = on_ray(moments.counting(), strategy, steps=STEPS, loop=loop, on_death="replace", **settings)
     assert [d.replica for d in run.left] == [1]
+    assert run.left[0].reason.endswith("; replaced")
     expected, data = torch.zeros(moments.SAMPLES, dtype=torch.float64), oracle.order(moments.counting(), 3)
     for replica, step in itertools.product(range(3), range(STEPS)):
-        if (replica, step) != (1, 2):
-            expected[torch.as_tensor(data.batch(replica, step))] += 1
+        expected[torch.as_tensor(data.batch(replica, step))] += 1
     assert torch.equal(run.state["weight"], expected)
-    assert run.summary["gradients"] == run.summary["applied"] == 3 * STEPS - 1
+    assert run.summary["gradients"] == run.summary["applied"] == 3 * STEPS
     assert run.summary["discarded"] == run.summary["cancelled"] == 0
 
 
-def test_the_only_replica_is_replaced_too(on_ray: OnRay, tmp_path: Path) -> None:
-    died = tmp_path / "died"
+@pytest.mark.parametrize(
+    ("strategy", "model"),
+    [("replicas=3", programs.dropout), ("replicas=2 accumulate=2", programs.batchnorm), ("replicas=1", programs.mlp)],
+)
+@pytest.mark.parametrize("dying", [test_on_death.dying, test_on_death.dying_within])
+def test_a_replaced_replica_changes_no_bit(
+    on_ray: OnRay, tmp_path: Path, strategy: str, model: Any, dying: Any
+) -> None:
+    data = programs.data(samples=48)  # no batch has one sample alone
+    program = programs.program(model=model, train=data, optimizer=functools.partial(Adam, lr=0.01))
+    last = int(strategy[9]) - 1
+    whole = on_ray(program, strategy, steps=STEPS)
+    # The second death is that of the replica that has taken the place of the first, at its second step.
+    loop = functools.partial(dying, folder=tmp_path, at={(last, 3): "a", (last, 2): "b"})
+    run = on_ray(program, strategy, steps=STEPS, on_death="replace", loop=loop)
+    assert test_on_death.same(whole, run)
+    assert [exit_.replica for exit_ in run.left] == [last, last]
+    for key in ("updates", "gradients", "discarded", "samples"):
+        assert run.summary.get(key) == whole.summary.get(key), key
 
-    def loop(worker: Any) -> None:
-        for k, batch in enumerate(worker.batches()):
-            if k == 1 and not died.exists():
-                died.touch()
-                moments.die()
-            worker.step(batch)
 
-    run = on_ray(programs.program(), "replicas=1", steps=3, loop=loop, replace=True)
-    assert [d.replica for d in run.left] == [0]
-    assert run.summary["updates"] == 2
+@pytest.mark.parametrize(
+    "policy", ["buffered:k=2,cancel=true", "asynchronous", "local-steps:period=3", "smooth-switch"]
+)
+def test_under_any_policy_each_sample_is_used_as_often(on_ray: OnRay, tmp_path: Path, policy: str) -> None:
+    loop = functools.partial(test_on_death.dying, folder=tmp_path, at={(1, 2): "a", (0, 3): "b"})
+    run = on_ray(programs.program(), f"replicas=3 aggregation={policy}", steps=STEPS, on_death="replace", loop=loop)
+    assert run.summary["gradients"] == run.summary["applied"] + run.summary["discarded"]
+    each = 3 if "period" in policy else 1
+    assert (run.summary["gradients"] + run.summary["cancelled"]) * each == 3 * STEPS
+
+
+def test_one_that_dies_at_the_same_step_again_and_again_ends_the_run(on_ray: OnRay) -> None:
+    with pytest.raises(WorkerError, match=r"replica 1 died 4 times at its step 1: raised MemoryError: out of it"):
+        on_ray(programs.program(), "replicas=2", steps=STEPS, on_death="replace", loop=test_on_death.always)
 
 
 def test_all_of_them(on_ray: OnRay) -> None:
@@ -288,11 +301,12 @@ def raising(folder: Path, worker: Any) -> None:
         worker.step(batch)
 
 
-@pytest.mark.parametrize(("on_death", "gradients"), [("replace", 2 * STEPS - 1), ("continue", STEPS + 2)])
+@pytest.mark.parametrize(("on_death", "gradients"), [("replace", 2 * STEPS), ("continue", STEPS + 2)])
 def test_an_exception_is_a_death_where_asked(on_ray: OnRay, tmp_path: Path, on_death: str, gradients: int) -> None:
     loop = functools.partial(raising, tmp_path)
     run = on_ray(programs.program(), "replicas=2", steps=STEPS, loop=loop, on_death=on_death)
-    assert [(d.replica, d.reason) for d in run.left] == [(1, "raised MemoryError: out of it")]
+    replaced = "; replaced" if on_death == "replace" else ""
+    assert [(d.replica, d.reason) for d in run.left] == [(1, f"raised MemoryError: out of it{replaced}")]
     assert run.summary["gradients"] == gradients
 
 

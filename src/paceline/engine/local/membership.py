@@ -22,14 +22,12 @@ from paceline.engine.local.server import SharedMemoryServer
 from paceline.engine.local.worker_processes import WorkerProcesses
 from paceline.engine.loop import TICK_S, RunLoop
 from paceline.engine.process_supervisor import EXIT_OK
+from paceline.engine.replacement import DeathCounter
 from paceline.engine.replica_pace import ReplicaPace
 from paceline.engine.run_context import RunContext
 from paceline.engine.scaling import ScaleRequests
 from paceline.engine.worker_metrics import update_workers_file
 from paceline.strategy import Strategy
-
-# Deaths in a row at one step, after which a replica is replaced no more; and kills, which come from outside.
-MOST_DEATHS, MOST_KILLS = 3, 30
 
 
 def replicas_at_start(strategy: Strategy) -> int:
@@ -78,8 +76,7 @@ class Membership:
         """Replicas that have taken part."""
         self._lost: set[ReplicaId] = set()
         """Replicas that have died, and were not replaced."""
-        self._deaths: dict[ReplicaId, tuple[int, int]] = {}
-        """Of replaced replicas: the Δs that were complete at the last death, and how many deaths there were since."""
+        self._deaths = DeathCounter()
         self._looked_s: Seconds = 0.0
         """When main last looked for silent replicas, and for requests."""
         self._requests = ScaleRequests(context.job.out, context.job.strategy)
@@ -125,22 +122,16 @@ class Membership:
         now, pace, server = self._context.now(), self.pace, self._server
         if now - self._looked_s < TICK_S:
             return
-        self._looked_s, remarks = now, list[str]()
-        for replica, silence_s in pace.silent(now, self._context.paused_until).items():
-            if server.unread(replica):
-                continue
-            text = f"replica {replica} silent for {silence_s:.1f} s at its step {server.attempts[replica]}"
-            remarks.append(text)
-            pace.remark("silent", replica, f"{text}, until {now:.1f} s")
-            if self._job.survives_deaths:
+        self._looked_s = now
+        silent, self._loop.remarks = pace.look(
+            now, self._context.paused_until, lambda r: server.attempts[r], server.unread
+        )
+        if self._job.survives_deaths:
+            for replica, silence_s in silent.items():
                 self._workers.terminate(replica, f"silent for {silence_s:.1f} s; killed")
         for replica, since in self.starting.items():
             if now - since > self._workers.start_timeout_s:
                 self._workers.terminate(replica, f"did not start within {self._workers.start_timeout_s:g} s; killed")
-        for replica, times in pace.stragglers().items():
-            remarks.append(f"replica {replica} takes {times:.1f} times as long for a step as the others")
-            pace.remark("stragglers", replica, f"{remarks[-1]}, at {now:.1f} s")
-        self._loop.remarks = tuple(remarks)
         staying = self._staying
         requested = self._requests.poll(len(staying))
         if requested is not None:
@@ -218,13 +209,6 @@ class Membership:
             self._server.versions.release(replica)
             return
         completed = self._server.attempts[replica] - (replica in self._coordinator.computing)
-        before, count = self._deaths.get(replica, (-1, 0))
-        self._deaths[replica] = completed, count + 1 if completed == before else 1
-        most = MOST_KILLS if status.startswith("killed by SIGKILL") else MOST_DEATHS
-        if self._deaths[replica][1] > most:
-            raise WorkerError(
-                f"replica {replica} died {most + 1} times at its step {completed + 1}: {status}; it would die there "
-                "again"
-            )
+        self._deaths.died(replica, completed, status)
         self.starting.pop(replica, None)
         self._spawn(replica)

@@ -13,7 +13,7 @@ from paceline.engine.run_context import refuse_absent_gpu, refuse_torchrun
 from paceline.support import ENGINE_FEATURES
 
 if TYPE_CHECKING:
-    from paceline.engine.ray.ray_run import ActorPool
+    from paceline.engine.ray.actor_pool import ActorPool
 
 
 @register("ray")
@@ -26,8 +26,6 @@ class RayEngine(Engine):
     Args:
         address: ``auto`` or ``HOST:PORT`` of a cluster that is running, on whose nodes paceline is installed; it is
             left running. None: a Ray of its own, which is reachable from this host alone and ends with the engine.
-        replace: whether another replica takes the place of one that dies, with the current A and the batches that
-            follow; otherwise the others continue without it.
 
     Raises:
         InputError: Ray is not installed.
@@ -36,12 +34,12 @@ class RayEngine(Engine):
     name = "ray"
     features = ENGINE_FEATURES[name]
 
-    def __init__(self, address: str | None = None, *, replace: bool = False) -> None:
+    def __init__(self, address: str | None = None) -> None:
         if importlib.util.find_spec("ray") is None:
             raise InputError(
                 "engine='ray' needs Ray, which is not installed; write pip install 'paceline[ray]', or engine='local'"
             )
-        self._address, self._replace = address, replace
+        self._address = address
         self._cluster: Cluster | None = None
         self._pool: ActorPool | None = None
         self._runs = 0
@@ -63,18 +61,20 @@ class RayEngine(Engine):
                 raise InputError(f"device={strategy.device}, but the Ray cluster has no GPU; write device=cpu")
 
     def run(self, job: Job, watch: Watcher) -> Outcome:
-        from paceline.engine.ray.ray_run import ActorPool, RayRun
+        from paceline.engine.ray.actor_pool import ActorPool
+        from paceline.engine.ray.ray_run import RayRun
 
         with InterruptGuard(lambda: None) as interrupts, ExitStack() as closing:
             self._cluster = self._cluster or Cluster(self._address)
             self._pool = self._pool or ActorPool()
             self._runs += 1
             parts = job, self._cluster, self._pool, watch, interrupts, closing
-            return RayRun(*parts, number=self._runs, replace=self._replace).outcome()
+            return RayRun(*parts, number=self._runs).outcome()
 
     def close(self) -> None:
         if self._pool is not None:
-            self._pool.drop([*self._pool.replicas, self._pool.scorer, self._pool.server])
+            pool = self._pool
+            pool.drop([*pool.replicas, pool.scorer, pool.server, pool.standby])
             self._pool = None
         if self._cluster is not None:
             self._cluster.close()

@@ -12,7 +12,7 @@ from paceline.core.records import Record
 from paceline.engine.base import Job
 from paceline.engine.evaluation import EvaluationQueue, Evaluator, SnapshotInfo, become_evaluator
 from paceline.engine.ray.messages import Actor, Bytes, arrays_of, state_of, unpack
-from paceline.replica.flat_state import FlatLayout, FlatState
+from paceline.replica.flat_state import FlatLayout
 
 
 class RayEvaluation:
@@ -20,31 +20,29 @@ class RayEvaluation:
 
     Args:
         job: of the run.
+        queue: of snapshots.
         scorer: the actor.
-        keep: takes the records.
+        keep: takes the record of the first snapshot of the queue, and removes it there.
         fail: takes what was raised.
-        snapshot_bytes: size of one snapshot.
     """
 
     def __init__(
         self,
         job: Job,
+        queue: EvaluationQueue,
         scorer: Any,
-        keep: Callable[[list[Record]], None],
+        keep: Callable[[Record], None],
         fail: Callable[[BaseException], None],
-        snapshot_bytes: int,
     ) -> None:
-        self._timeout_s, self._scorer, self._keep, self._fail = job.timeout_s, scorer, keep, fail
-        self.queue = EvaluationQueue(job.program, snapshot_bytes)
+        self._timeout_s, self.queue, self._scorer, self._keep, self._fail = job.timeout_s, queue, scorer, keep, fail
         self._lost = False
         self.task: asyncio.Task[None] | None = None
         """Evaluates what is queued; None: nothing was."""
         self.evaluated = asyncio.Event()
         """Set when a snapshot has been evaluated; cleared by the waiter for room in the queue."""
 
-    def hand_in(self, state: FlatState, info: SnapshotInfo) -> None:
-        """Queue a state that no one will write to."""
-        self.queue.snapshots.append((state, info))
+    def begin(self) -> None:
+        """Evaluate what is queued, states that no one will write to."""
         if self.task is None or self.task.done():
             self.task = asyncio.ensure_future(self._evaluate_all())
 
@@ -64,8 +62,7 @@ class RayEvaluation:
                     raise WorkerError(failure_text(json.loads(answer)))
                 if answer is None:  # in a thread: the server goes on taking Δs meanwhile
                     answer = await asyncio.to_thread(self.queue.evaluate, state, info)
-                self._keep([answer])
-                snapshots.popleft()
+                self._keep(answer)
                 self.evaluated.set()
         except Exception as error:
             self._fail(error)

@@ -4,16 +4,14 @@ An update writes its A into new vectors: those that were sent, or handed in for 
 since the object store and other actors read them without a copy.
 """
 
-import asyncio
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from paceline.aggregation.base import Apply, Arrival
 from paceline.checkpoint.base import TensorChunk
 from paceline.core.data_order import BatchRange
 from paceline.core.types import Clock, ReplicaId, Seconds, Version
-from paceline.engine.ray.messages import CONTROL, END, RayGrant, Reply, arrays_of
+from paceline.engine.ray.messages import END, Bytes, RayGrant, Reply, arrays_of
 from paceline.engine.run_context import RunContext, first_state
 from paceline.engine.run_state import delta_chunks
 from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer
@@ -23,43 +21,36 @@ from paceline.trace.spans import SERVER
 
 
 class ReplicaRecord:
-    """Grants, figures and pending reply of one replica; several actors in a row may be that replica.
+    """Newest grant and figures of one replica; several actors in a row may be that replica, an incarnation each.
 
     Args:
-        run: number of the run.
-        actor: of the replica; None: it has not been started.
         attempt: the newest before the run was resumed; 0: the run begins.
     """
 
-    def __init__(self, run: int, actor: Any, attempt: Clock) -> None:
-        self._run, self.actor = run, actor
-        self.attempt, self.micro_steps = attempt, 0
-        """The newest grant, and the micro-steps of all grants since the run began or was resumed."""
+    def __init__(self, attempt: Clock) -> None:
+        self.attempt = attempt
+        """The newest grant."""
+        self.incarnation = 0
+        """Number of the present actor; what earlier ones still send is rejected."""
         self.ready = self.finished = self.dead = False
-        """Whether its model is built; its loop has ended; it has died, and no other actor has replaced it."""
+        """Whether its model is built; its loop has ended; it has died, and no other actor replaces it."""
         self.excused_s: Seconds = 0.0
         """End of its last announced delay."""
         self.figures = self._before = Figures(0, 0, 0, 0)
         """Figures of all actors that were this replica, and of those before the present one."""
         self.step_times: Sequence[Seconds] = ()
-        self._waiting: asyncio.Future[Reply] | None = None
-        self._early: Reply | None = None
-        """The reply to its next call, where it has not called yet."""
-
-    def wait(self) -> asyncio.Future[Reply]:
-        """Return a future of the reply to this call of the replica."""
-        self._waiting = asyncio.get_running_loop().create_future()
-        early, self._early = self._early, None
-        if early is not None:
-            self.reply(early)
-        return self._waiting
+        self._newest: Reply | None = None
+        """The newest grant with its A, or the end; kept for an actor that has to be given it again."""
 
     def reply(self, reply: Reply) -> None:
         """Answer the replica's call, or its next one."""
-        if self._waiting is None or self._waiting.done():
-            self._early = reply
-        else:
-            self._waiting.set_result(reply)
+        self._newest = reply
+
+    def reply_after(self, attempt: Clock) -> Reply | None:
+        """Return the answer to a replica whose last complete attempt is this; None: it has to wait."""
+        if self._newest is None or self._newest[0] is None or self._newest[0].attempt > attempt:
+            return self._newest
+        return None
 
     def measured(self, figures: Figures) -> None:
         """Add the figures so far of the present actor to those of the actors before it."""
@@ -71,16 +62,11 @@ class ReplicaRecord:
             max(peak, figures.peak_memory_bytes),
         )
 
-    def cancel(self, attempt: float) -> None:
-        """Have the replica stop an attempt; infinity ends its training."""
-        if self.actor is not None:
-            self.actor.cancel.options(concurrency_group=CONTROL).remote(self._run, attempt)
-
     def lost(self) -> None:
-        """Note that the actor has died; another one may continue where it stopped."""
+        """Note that the actor has died; the next one is another incarnation."""
         self._before = self.figures
-        self._waiting = self._early = None
-        self.ready, self.dead, self.excused_s = False, True, 0.0
+        self.incarnation += 1
+        self.ready, self.excused_s = False, 0.0
 
 
 class RayExecutor:
@@ -88,13 +74,13 @@ class RayExecutor:
 
     Args:
         context: of the run.
-        replicas: records of its replicas.
+        restore: whether A is that of the checkpoint with which the run goes on, if there is one.
     """
 
-    def __init__(self, context: RunContext, replicas: Sequence[ReplicaRecord]) -> None:
-        self._replicas = replicas
-        resume = context.job.resume
-        self._version: Version = 0 if resume is None else resume.run.coordinator.version
+    def __init__(self, context: RunContext, *, restore: bool = True) -> None:
+        self.replicas = [ReplicaRecord(position.attempt) for position in context.positions]
+        resume = context.job.resume if restore else None
+        self.version: Version = 0 if resume is None else resume.run.coordinator.version
         _, state = first_state(context.job.program, context.job.running_buffers)
         self.owner = ServerOptimizer(context.job.program, context.policy, state)
         """A and its optimizer; the vectors of an A are never written again."""
@@ -106,6 +92,12 @@ class RayExecutor:
             for name in resume.deltas() if context.keeps_policy else []:
                 self.undecided[name] = delta = state.layout.new()
                 resume.checkpoint.read_into(delta_chunks(delta, *name))
+        self.sent: tuple[Version, list[Bytes]] | None = None
+        """The newest A that was sent, by its version: those who compute from one version have the same arrays."""
+        self.replied: Callable[[ReplicaId], None] = lambda _: None
+        """Called after a replica's record has another reply."""
+        self.cancelled: Callable[[ReplicaId], None] = lambda _: None
+        """Called when a replica's attempt is to stop."""
         self.spans = SpanLog(context.job.trace, SERVER)
         """Of the updates."""
 
@@ -115,26 +107,29 @@ class RayExecutor:
         return [*self.owner.chunks(), *held]
 
     def send(self, replica: ReplicaId, batches: BatchRange) -> None:
-        record = self._replicas[replica]
+        record = self.replicas[replica]
         record.attempt += 1
-        record.micro_steps += batches.size
-        record.reply((RayGrant(record.attempt, batches, self._version), arrays_of(self.owner.state)))
+        if self.sent is None or self.sent[0] != self.version:
+            self.sent = self.version, arrays_of(self.owner.state)
+        record.reply((RayGrant(record.attempt, batches, self.version), self.sent[1]))
+        self.replied(replica)
 
     def apply(self, action: Apply) -> None:
         began = time.monotonic_ns()
         deltas = [(self.undecided.pop((a.replica, a.clock)), weight) for a, weight in action.deltas]
         self.owner.apply(deltas, action.rate, alone=action.alone, out=self.owner.state.layout.new())
-        self._version += 1
+        self.version += 1
         ended = time.monotonic_ns()
         self.statistics.applied((ended - began) * 1e-9)
-        self.spans.recorder.record("apply", self._version, began, ended)
+        self.spans.recorder.record("apply", self.version, began, ended)
 
     def discard(self, arrivals: tuple[Arrival, ...]) -> None:
         for arrival in arrivals:
             del self.undecided[arrival.replica, arrival.clock]
 
     def cancel(self, replica: ReplicaId) -> None:
-        self._replicas[replica].cancel(self._replicas[replica].attempt)
+        self.cancelled(replica)
 
     def dismiss(self, replica: ReplicaId) -> None:
-        self._replicas[replica].reply(END)
+        self.replicas[replica].reply(END)
+        self.replied(replica)

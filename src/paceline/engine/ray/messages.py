@@ -77,11 +77,12 @@ class ReplicaAssignment(NamedTuple):
     run: int
     """Number of the run of its engine."""
     replica: ReplicaId
+    incarnation: int
+    """How many actors were this replica before."""
     attempt: Clock
-    """The newest attempt of the actor that this one replaces; 0: it replaces none."""
+    """The newest attempt of the actors before this one that is complete; it is granted the next."""
     micro_steps: int
-    """Micro-steps of the actors before it since the run began or was resumed."""
-    server: WorkerLocation
+    """Micro-steps of these attempts since the run began or was resumed."""
 
 
 class RayGrant(NamedTuple):
@@ -103,6 +104,7 @@ class RayCompletion(NamedTuple):
     """The end of one attempt."""
 
     replica: ReplicaId
+    incarnation: int
     attempt: Clock
     version: Version
     samples: int
@@ -119,6 +121,14 @@ class Ended(NamedTuple):
     spans: list[Span]
 
 
+class Suspect(NamedTuple):
+    """A replica that is to be ended, and why."""
+
+    replica: ReplicaId
+    incarnation: int
+    reason: str
+
+
 class RunStatus(NamedTuple):
     """The state of a run."""
 
@@ -129,6 +139,7 @@ class RunStatus(NamedTuple):
     """Replicas that have not built their model."""
     sentences: tuple[str, ...] = ()
     """For the user, those that main does not know yet."""
+    suspects: tuple[Suspect, ...] = ()
 
 
 class Result(NamedTuple):

@@ -1,4 +1,4 @@
-"""The main process of runs on Ray: the actors, which are kept from run to run, and one run.
+"""The main process of runs on Ray: one run.
 
 Main starts the actors, watches for deaths and Ctrl-C, and gathers the results. The server's actor decides and counts;
 main never waits for a Δ.
@@ -8,152 +8,30 @@ import contextlib
 import json
 import math
 import os
-import re
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from paceline.core.errors import WaitTimeoutError, WorkerError, failure_text
 from paceline.core.mesh import Coordinate
-from paceline.core.types import Clock, ReplicaId, Seconds
+from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.base import Job, Outcome, Progress, Watcher
-from paceline.engine.checkpointing import LAST_SAVE_S, tell
+from paceline.engine.checkpointing import tell
 from paceline.engine.loop import TICK_S, InterruptGuard
 from paceline.engine.ray import messages
-from paceline.engine.ray.cluster import Cluster, missing_package
-from paceline.engine.ray.evaluation_actor import EvaluatorActor
-from paceline.engine.ray.replica import ReplicaActor
-from paceline.engine.ray.server import ServerActor
+from paceline.engine.ray.actor_pool import GLANCE_S, ActorPool, exit_reason
+from paceline.engine.ray.cluster import Cluster
+from paceline.engine.ray.server_client import ServerClient
 from paceline.engine.run_context import first_state
-from paceline.engine.worker_metrics import training_spans, workers_file
+from paceline.engine.worker_metrics import training_spans, update_workers_file, workers_file
 from paceline.replica.flat_state import write
 from paceline.trace.spans import Span
 
-# Time that a process that imports torch may take to start with others, in addition to timeout_s.
-EACH_S: Seconds = 10.0
-
-# Period at which main checks for Ctrl-C while it waits.
-GLANCE_S: Seconds = 0.1
-
 # Time in which actors may finish when a run is over, so that the next run can use them again.
 GRACE_S: Seconds = 5.0
-
-
-class ActorPool:
-    """All actors of an engine."""
-
-    def __init__(self) -> None:
-        self._gpus = 0.0
-        """GPUs of each replica."""
-        self._idle_only = True
-        """Whether the evaluator uses only idle cores: nothing waits for an evaluation."""
-        self.locations: dict[Any, messages.WorkerLocation] = {}
-        """The process and the node of each actor."""
-        self._nodes: dict[Any, str] = {}
-        """The node that each replica was scheduled on."""
-        self.replicas: list[Any] = []
-        self.server: Any = None
-        self.scorer: Any = None
-
-    def start(self, job: Job, gpus: float, stop: Callable[[], bool], progress: Callable[[float], None]) -> None:
-        """Start the actors that a job lacks and wait for them; once ``stop`` returns True, for replicas no longer.
-
-        Replicas that have not started by then are dropped.
-
-        Args:
-            job: to run; its ``timeout_s`` is in addition to the time that starting processes takes.
-            gpus: of each replica; a part of one where replicas share it.
-            stop: called all the time.
-            progress: called with the fraction of actors that have started.
-
-        Raises:
-            WaitTimeoutError: not all have started in time.
-            PacelineError: one can't be started.
-        """
-        count, idle_only = job.strategy.replicas, job.budget.until is None
-        if gpus != self._gpus:
-            self.drop(self.replicas)
-        if idle_only != self._idle_only:
-            self.drop([self.scorer])
-        self._gpus, self._idle_only = gpus, idle_only
-        near = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        if self.server is None:
-            self.server = ray.remote(num_cpus=0, scheduling_strategy=near)(ServerActor).remote()
-        if self.scorer is None:
-            self.scorer = ray.remote(num_cpus=0, scheduling_strategy=near)(EvaluatorActor).remote(idle_only)
-        while len(self.replicas) < count:
-            self.replicas.append(self._new_replica())
-
-        actors = [self.server, self.scorer, *self.replicas[:count]]
-        pending = {actor.place.remote(): actor for actor in actors if actor not in self.locations}
-        bound = job.timeout_s + EACH_S * len(pending)
-        deadline = time.monotonic() + bound
-        while pending and not (stop() and all(actor in self.replicas for actor in pending.values())):
-            for ref in ray.wait(list(pending), timeout=GLANCE_S)[0]:
-                try:
-                    self.locations[pending.pop(ref)] = ray.get(ref)
-                except ray.exceptions.RayError as error:
-                    raise missing_package(error) or WorkerError(f"a Ray actor can't be started: {error}") from error
-            progress(1 - len(pending) / len(actors))
-            if time.monotonic() > deadline:
-                raise WaitTimeoutError(
-                    f"main waited {bound:g} s for {len(pending)} of {len(actors)} Ray actors to start; write fewer "
-                    "replicas=, or a larger timeout_s="
-                )
-        self.drop(list(pending.values()))
-
-    def replace(self, replica: ReplicaId) -> Any:
-        """Start and return an actor in place of one that has died."""
-        self.locations.pop(self.replicas[replica], None)
-        self.replicas[replica] = self._new_replica()
-        return self.replicas[replica]
-
-    def drop(self, actors: Sequence[Any]) -> None:
-        """Kill these actors; the next run starts others."""
-        for actor in [a for a in actors if a is not None]:
-            self.locations.pop(actor, None)
-            ray.kill(actor)
-        self.replicas = [r for r in self.replicas if r not in actors]
-        self.server = None if self.server in actors else self.server
-        self.scorer = None if self.scorer in actors else self.scorer
-
-    def settle(self, running: Mapping[Any, Any], grace_s: Seconds) -> None:
-        """Keep the actors whose calls end without an error in time, and kill the others.
-
-        Args:
-            running: reference of a call -> its actor.
-            grace_s: longest wait.
-        """
-        failed = dict(running)
-        for ref in ray.wait([*running], num_returns=len(running), timeout=grace_s)[0] if running else []:
-            try:
-                ray.get(ref)
-            except ray.exceptions.RayError:
-                continue
-            del failed[ref]
-        self.drop(list(failed.values()))
-
-    def _new_replica(self) -> Any:
-        """Start a replica on the node with the fewest replicas for its cores.
-
-        Ray 2.60's SPREAD, and its soft affinity, may put three of four actors on one node of two.
-        """
-        counts = Counter(self._nodes[replica] for replica in self.replicas)
-        cores: dict[str, float] = {n["NodeID"]: n["Resources"].get("CPU", 1.0) for n in ray.nodes() if n["Alive"]}
-        node = min(cores, key=lambda node: (counts[node] + 1) / cores[node])
-        # Which node has a free GPU is Ray's to find.
-        strategy = "SPREAD" if self._gpus else NodeAffinitySchedulingStrategy(node, soft=False)
-        actor = ray.remote(
-            num_cpus=0, num_gpus=self._gpus, scheduling_strategy=strategy, concurrency_groups={messages.CONTROL: 1}
-        )
-        handle = actor(ReplicaActor).remote()
-        self._nodes[handle] = node
-        return handle
 
 
 class RayRun:
@@ -167,7 +45,6 @@ class RayRun:
         interrupts: counts how often this process was asked to end.
         closing: what has to be released, however the run ends; for the caller to close.
         number: number of the run in its engine.
-        replace: True if another actor takes the place of a replica that dies.
     """
 
     def __init__(
@@ -180,16 +57,17 @@ class RayRun:
         closing: ExitStack,
         *,
         number: int,
-        replace: bool,
     ) -> None:
         self._job, self._cluster, self._actors, self._watch, self._closing = job, cluster, actors, watch, closing
         self._number, self._replicas = number, job.strategy.replicas
-        self._replace = replace if job.on_death is None else job.on_death == "replace"
         self._module, state = first_state(job.program, job.running_buffers)
         self._layout = state.layout
         self._job_parts: Any = ray.put(messages.pack(job))
-        self._running: dict[Any, ReplicaId] = {}
-        """Future result of a replica's actor -> the replica."""
+        self._server = ServerClient(job, self._job_parts, number, actors)
+        self._running: dict[Any, messages.ReplicaAssignment] = {}
+        """Future result of a replica's actor -> its part."""
+        self._places: dict[Any, ReplicaId] = {}
+        """Future location of an actor that has taken another's place -> its replica."""
         self._dead: list[Any] = []
         self._spans: list[Span] = []
         self._status = messages.RunStatus("starting", Progress("starting", 0.0), None, ())
@@ -197,10 +75,6 @@ class RayRun:
         self._requested_s = 0.0
         self._begun = self._interrupted = False
         self._interrupts = interrupts
-        # The server answers nobody while it writes the last checkpoint.
-        self._patience_s = job.timeout_s + (LAST_SAVE_S if job.checkpoint is not None else 0.0)
-        self._told = 0
-        """How many of the server's sentences the user was told."""
 
     def outcome(self) -> Outcome:
         """Run to the end."""
@@ -210,13 +84,13 @@ class RayRun:
             self._start()
             self._poll(lambda: self._status.phase in ("scoring", "done"))
             self._poll(lambda: not self._running, until=time.monotonic() + self._job.timeout_s)
-            running = sorted(self._running.values())  # they did not end by themselves in time
+            running = sorted(part.replica for part in self._running.values())  # they did not end by themselves in time
             self._dead += [self._actors.replicas[replica] for replica in running]
             self._running.clear()
             late = [] if interrupts.insisted else running
             enough = min(interrupts.count, 1) + 1
             self._poll(lambda: self._status.phase == "done", enough=enough)
-            result: messages.Result = self._get(self._ask("result", late, interrupts.first, self._told))
+            result: messages.Result = self._server.call("result", late, interrupts.first)
             self._tell(result.sentences)
         except WorkerError:
             self._save_end()
@@ -224,14 +98,14 @@ class RayRun:
         finally:
             # Keep the actors that have finished for the next run, and end the others.
             grace_s, actors = 0.0 if interrupts.insisted else GRACE_S, self._actors
-            if self._running:
-                self._ask("interrupt")
-            actors.settle({ref: actors.replicas[replica] for ref, replica in self._running.items()}, grace_s)
+            if self._running and actors.server is not None:
+                self._server.begin("interrupt")
+            actors.settle({ref: actors.replicas[part.replica] for ref, part in self._running.items()}, grace_s)
             actors.drop(self._dead)
-            actors.settle({actor.close.remote(): actor for actor in (actors.server, actors.scorer) if actor}, grace_s)
+            actors.settle({actor.close.remote(): actor for actor in self._server.close()}, grace_s)
         model = write(self._module, messages.state_of(self._layout, result.state))
         spans = training_spans([*self._spans, *result.spans], result.began_ns) if self._job.trace else []
-        return Outcome(model.state_dict(), model, result.history, result.account, spans)
+        return Outcome(model.state_dict(), model, result.history, self._server.noted(result.account), spans)
 
     # ------------------------------------------------------------------------------------------------------ the phases
 
@@ -242,11 +116,10 @@ class RayRun:
         stop = lambda: interrupts.count > 0  # noqa: E731
         actors.start(job, gpus, stop, lambda part: self._watch(Progress("starting", part / 2)))
         handles = actors.replicas[: self._replicas]
-        self._get(actors.server.open.remote(self._number, self._job_parts, handles, actors.scorer))
-        actors.scorer.open.remote(self._job_parts)
+        self._server.open(handles)
         if not interrupts.count:
             for replica in range(self._replicas):
-                self._run_replica(replica, 0, 0)
+                self._run_replica(messages.ReplicaAssignment(self._number, replica, 0, 0, 0))
             deadline = time.monotonic() + job.timeout_s
             built = lambda: self._status.phase == "starting" and not self._status.waiting  # noqa: E731
             self._poll(built, until=deadline)
@@ -256,53 +129,81 @@ class RayRun:
                     "write a larger timeout_s="
                 )
         others = {"coordinator": actors.server, "scorer": actors.scorer}
-        processes = {"main": {"pid": os.getpid()}} | {r: actors.locations[a]._asdict() for r, a in others.items()}
+        if job.strategy.standby:
+            others["standby"] = actors.standby
+        known = {role: actors.locations[actor]._asdict() for role, actor in others.items() if actor is not None}
         replicas = {Coordinate(r): actors.locations[a]._asdict() for r, a in enumerate(handles)}
-        for path in self._closing.enter_context(workers_file(job.out, processes, replicas)):
+        for path in self._closing.enter_context(
+            workers_file(job.out, {"main": {"pid": os.getpid()}} | known, replicas)
+        ):
             self._cluster.janitor.remove_on_exit(path)
         if not interrupts.count:
-            self._get(self._ask("begin"))
+            self._server.call("begin")
             self._begun = True
 
     def _poll(self, done: Callable[[], bool], *, until: float = math.inf, enough: int = 2) -> None:
         """Handle events until ``done``, the time ``until``, or ``enough`` Ctrl-C; the first one ends training."""
-        interrupts = self._interrupts
+        interrupts, server = self._interrupts, self._server
         while not done() and interrupts.count < enough and time.monotonic() < until:
             if interrupts.count and not self._interrupted:
                 self._interrupted = True
-                self._get(self._ask("interrupt"))
+                server.call("interrupt")
             if self._status_request is None:
-                self._status_request, self._requested_s = self._ask("stand", self._told), time.monotonic()
-            ready, _ = ray.wait([self._status_request, *self._running], timeout=GLANCE_S)
+                self._status_request, self._requested_s = server.begin("stand"), time.monotonic()
+            ready, _ = ray.wait([self._status_request, *self._running, *self._places], timeout=GLANCE_S)
             for ref in ready:
-                if ref != self._status_request:
+                if ref == self._status_request:
+                    self._take_status(ref)
+                elif ref in self._places:
+                    self._place(self._places.pop(ref), ref)
+                elif ref in self._running:  # a suspect's was dropped a moment ago
                     self._replica_ended(self._running.pop(ref), ref)
-                    continue
-                self._status_request, self._requested_s = None, time.monotonic()
-                self._status = self._get(ref)
-                self._tell(self._status.sentences)
-                if self._status.failure is not None:
-                    raise self._status.failure
-                self._watch(self._status.progress)
-            if time.monotonic() - self._requested_s > self._patience_s + TICK_S:
-                raise WaitTimeoutError(
-                    f"main waited {self._patience_s:g} s for the server to report the state of the run, and "
+            if self._status.phase == "training" and not interrupts.count:
+                server.keep_standby()
+            if time.monotonic() - self._requested_s > server.patience_s + TICK_S:
+                late = WaitTimeoutError(
+                    f"main waited {server.patience_s:g} s for the server to report the state of the run, and "
                     "received nothing; write a larger timeout_s= if an update of A takes so long"
                 )
+                if not server.guarded:
+                    raise late
+                server.recover(late)
+                self._status_request = server.begin("stand")
+                self._requested_s = time.monotonic()
 
-    def _replica_ended(self, replica: ReplicaId, ref: Any) -> None:
+    def _take_status(self, ref: Any) -> None:
+        """Take a report of the server: show it, raise its failure, end the replicas that it suspects."""
+        self._status_request, self._status = None, self._server.finish(ref, "stand")
+        self._requested_s = time.monotonic()
+        if self._interrupted and self._status.phase == "training":
+            self._server.call("interrupt")  # a server that has taken over knows of none
+        self._tell(self._status.sentences)
+        if self._status.failure is not None:
+            raise self._status.failure
+        self._watch(self._status.progress)
+        for suspect in self._status.suspects:
+            for running, part in [*self._running.items()]:
+                if (part.replica, part.incarnation) == suspect[:2]:
+                    del self._running[running]
+                    actor = self._actors.replicas[part.replica]
+                    self._dead.append(actor)
+                    ray.kill(actor)
+                    self._died(part, suspect.reason)
+
+    def _replica_ended(self, part: messages.ReplicaAssignment, ref: Any) -> None:
         """Take the spans of a replica that ended; one that died leaves, or is replaced."""
+        replica = part.replica
         try:
             ended: messages.Ended = ray.get(ref)
         except ray.exceptions.RayTaskError as error:
-            self._get(self._actors.server.place.remote())  # raises if it is the server that was lost
+            self._server.call("clock")  # raises if it is the server that was lost
             raise WorkerError(f"replica {replica} failed: {error}") from error
         except ray.exceptions.RayError as error:
             status = exit_reason(error)
             self._dead.append(self._actors.replicas[replica])
             if not self._begun and not self._interrupted:
                 raise WorkerError(f"replica {replica} ended while it started: {status}") from error
-            self._died(replica, status)
+            self._died(part, status)
             return
         if ended.failure is None:
             self._spans += ended.spans
@@ -311,61 +212,43 @@ class RayRun:
         if not (self._begun and self._job.survives_deaths):
             raise WorkerError(failure_text(message))
         self._dead.append(self._actors.replicas[replica])
-        self._died(replica, f"raised {message['what']}")
+        self._died(part, f"raised {message['what']}")
 
-    def _died(self, replica: ReplicaId, status: str) -> None:
-        """Let the run go on without a replica, or with another in its place, or end it."""
+    def _died(self, part: messages.ReplicaAssignment, status: str) -> None:
+        """Let the run go on without a replica, or with another actor in its place, or end it."""
         if self._job.on_death == "stop" and self._status.phase == "training" and not self._interrupted:
             raise WorkerError(
-                f"replica {replica} died: {status}; write on_death='replace' to have another take its place"
+                f"replica {part.replica} died: {status}; write on_death='replace' to have another take its place"
             )
-        again = self._get(self._ask("lost", replica, status, self._replace))
+        again: messages.ReplicaAssignment | None = self._server.call("lost", part.replica, part.incarnation, status)
         if again is not None:
-            self._get(self._ask("replaced", replica, self._actors.replace(replica)))
-            self._run_replica(replica, *again)
+            actor = self._actors.replace(part.replica)
+            self._server.call("replaced", part.replica, actor)
+            self._run_replica(again)
+            located = actor.place.options(concurrency_group=messages.CONTROL).remote()
+            self._places[located] = part.replica
 
-    def _run_replica(self, replica: ReplicaId, attempt: Clock, micro_steps: int) -> None:
-        """Start a replica in its actor, after ``attempt`` attempts and ``micro_steps`` of a dead one."""
+    def _place(self, replica: ReplicaId, ref: Any) -> None:
+        """Note where an actor runs that has taken another's place."""
+        with contextlib.suppress(ray.exceptions.RayError):
+            location: messages.WorkerLocation = ray.get(ref)
+            self._actors.locations[self._actors.replicas[replica]] = location
+            update_workers_file(self._job.out, Coordinate(replica), location._asdict())
+
+    def _run_replica(self, part: messages.ReplicaAssignment) -> None:
+        """Start a replica in its actor."""
         actors = self._actors
-        assignment = messages.ReplicaAssignment(
-            self._number, replica, attempt, micro_steps, actors.locations[actors.server]
-        )
-        self._running[actors.replicas[replica].run.remote(self._job_parts, assignment, actors.server)] = replica
+        node = actors.locations[actors.server].node
+        self._running[actors.replicas[part.replica].run.remote(self._job_parts, part, actors.server, node)] = part
 
     def _save_end(self) -> None:
         """Have the server save the run after a worker has failed, for A itself is good; do nothing where it is lost."""
         if self._begun and self._job.checkpoint is not None:
             with contextlib.suppress(WorkerError, WaitTimeoutError):
-                self._tell(self._get(self._ask("save_end", self._told)))
+                self._tell(self._server.call("save_end"))
 
     def _tell(self, sentences: Sequence[str]) -> None:
         """Tell the user what the server says."""
-        self._told += len(sentences)
+        self._server.told += len(sentences)
         for sentence in sentences:
             tell(sentence)
-
-    def _ask(self, method: str, *args: Any) -> Any:
-        """Call a method of the server's session; return the future result."""
-        return self._actors.server.ask.remote(method, *args)
-
-    def _get(self, ref: Any) -> Any:
-        """Wait for a result of the server."""
-        try:
-            return ray.get(ref, timeout=self._patience_s)
-        except ray.exceptions.RayTaskError as error:
-            raise WorkerError(f"the server failed: {error.cause}\n\n{error}") from error
-        except ray.exceptions.RayActorError as error:
-            raise WorkerError(f"the server died, and A with it: {exit_reason(error)}") from error
-        except ray.exceptions.GetTimeoutError as error:
-            raise WaitTimeoutError(
-                f"main waited {self._patience_s:g} s for the server's answer; write a larger timeout_s="
-            ) from error
-
-
-def exit_reason(error: BaseException) -> str:
-    """Describe why an actor has died."""
-    text = str(error)
-    if "its node has died" in text:
-        return "its node was lost"
-    detail = re.search(r"Worker exit detail: ([^.]*)", text)
-    return f"its process ended ({detail[1].strip()})" if detail else text.strip().splitlines()[0]

@@ -11,7 +11,7 @@ import ray
 
 from paceline.comm.linux import keep_freed_memory
 from paceline.core.errors import encode_failure
-from paceline.core.types import Clock, Nanoseconds, ReplicaId, Seconds, Version
+from paceline.core.types import Clock, Nanoseconds, Seconds, Version
 from paceline.engine.base import Job
 from paceline.engine.ray import messages
 from paceline.engine.ray.messages import ReplicaAssignment
@@ -54,14 +54,79 @@ class CancelFlag:
             self._changed.wait_for(lambda: self.newest >= attempt, timeout_s)
 
 
+class ServerLink:
+    """The calls of one replica to the server of its run, or to the standby that has taken over from it.
+
+    Args:
+        run: number of the run.
+        server: the actor.
+        patience_s: longest wait for a standby to take over, where there is one; 0: there is none.
+    """
+
+    def __init__(self, run: int, server: Any, patience_s: Seconds) -> None:
+        self._run, self.server, self._patience_s = run, server, patience_s
+        self._changed = threading.Condition()
+
+    @property
+    def has_standby(self) -> bool:
+        """Return whether a standby may take over."""
+        return self._patience_s > 0
+
+    def turn_to(self, run: int, server: Any) -> None:
+        """Call another server from now on; called by another thread, for another run in vain."""
+        if run == self._run:
+            with self._changed:
+                self.server = server
+                self._changed.notify_all()
+
+    def begin(self, method: str, *args: Any) -> "PendingCall":
+        """Begin a call."""
+        return PendingCall(self, method, args)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the server's run and return the result."""
+        return self.begin(method, *args).result()
+
+    def after(self, server: Any, error: Exception) -> Any:
+        """Return the server that has taken over from one that was lost; raise the error if none has in time."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.server is not server, self._patience_s):
+                raise error
+            return self.server
+
+
+class PendingCall:
+    """A call of the server, which is made again where a standby has taken over meanwhile."""
+
+    def __init__(self, link: ServerLink, method: str, args: tuple[Any, ...]) -> None:
+        self._link, self._method, self._args = link, method, args
+        self._server = link.server
+        self._reply = self._server.ask.remote(method, *args)
+
+    def result(self) -> Any:
+        """Wait for the result."""
+        while True:
+            try:
+                return ray.get(self._reply)
+            except ray.exceptions.RayActorError as error:
+                if not self._link.has_standby:
+                    raise
+                self._server = self._link.after(self._server, error)
+                self._reply = self._server.ask.remote(self._method, *self._args)
+
+
+# Smaller arrays travel within a call: Ray's own limit.
+INLINE_BYTES = 100 * 1024
+
+
 @final
 class RayClient(GrantedClient):
     """The client of one replica: each push is a call of the server's actor, whose reply is the next grant.
 
     Args:
-        server: the server's actor.
-        replica: number of this replica.
-        attempt: the newest under this number; 0: there was none.
+        link: to the server.
+        assignment: of this replica.
+        attempt: the newest that is complete; 0: there was none.
         layout: of A.
         cancel: flag of this replica.
         metrics: sent with each Δ.
@@ -70,8 +135,8 @@ class RayClient(GrantedClient):
 
     def __init__(
         self,
-        server: Any,
-        replica: ReplicaId,
+        link: ServerLink,
+        assignment: ReplicaAssignment,
         attempt: Clock,
         layout: FlatLayout,
         cancel: CancelFlag,
@@ -79,12 +144,12 @@ class RayClient(GrantedClient):
         timeout_s: Seconds,
     ) -> None:
         super().__init__(attempt)
-        self._call, self._replica, self._layout = server.ask.remote, replica, layout
+        self._link, self._replica, self._layout = link, (assignment.replica, assignment.incarnation), layout
         self._cancel, self._metrics, self._timeout_s = cancel, metrics, timeout_s
         self._delta = layout.new()
         self._state: FlatState | None = None
         self._version: Version = 0
-        self._reply: Any = None
+        self._reply: PendingCall | None = None
         self._ended = False
         self._last_contact_s = 0.0
 
@@ -92,10 +157,9 @@ class RayClient(GrantedClient):
         """Wait for the server's reply and return whether to go on."""
         if self._under_way or self._ended:
             return self._under_way
-        if self._reply is None:
-            self._reply = self._call("first", self._replica)
+        call, self._reply = self._reply or self._link.begin("first", *self._replica, self.attempt), None
         self._state = None  # frees the old A in the object store before the new one comes
-        reply: messages.Reply = ray.get(self._reply)
+        reply: messages.Reply = call.result()
         grant, arrays = reply
         if grant is None:
             self._ended = True
@@ -121,14 +185,20 @@ class RayClient(GrantedClient):
         until = time.monotonic() + seconds
         if until - self._last_contact_s > self._timeout_s / 4:
             self._last_contact_s = until
-            self._call("excuse", self._replica, seconds)
+            self._link.call("excuse", *self._replica, seconds)
         self._cancel.wait(self.attempt, seconds)
 
     def push(self, measured: Measured, *, cancelled: bool = False) -> None:
         self._under_way = False
         facts = measured.samples, measured.finite, measured.loss, self._metrics.newest
-        completion = messages.RayCompletion(self._replica, self.attempt, self._version, *facts)
-        self._reply = self._call("push", completion, *([] if cancelled else messages.arrays_of(self._delta)))
+        (replica, incarnation), version = self._replica, self._version
+        completion = messages.RayCompletion(replica, incarnation, self.attempt, version, *facts)
+        arrays: list[Any] = [] if cancelled else messages.arrays_of(self._delta)
+        refs: list[Any] = []
+        # Once to the object store, for the server and for its standby.
+        if self._link.has_standby and any(array.nbytes > INLINE_BYTES for array in arrays):
+            refs = arrays = [ray.put(array) for array in arrays]
+        self._reply = self._link.begin("push", completion, [*refs], *arrays)
 
 
 # Requests for another host's clock; the fastest answer counts.
@@ -136,27 +206,40 @@ PINGS = 8
 
 
 class ReplicaActor(messages.Actor):
-    """The actor of a replica, kept from run to run; ``cancel`` is called while ``run`` computes."""
+    """The actor of a replica, kept from run to run; ``cancel`` and ``turn_to`` are called while ``run`` computes."""
 
     def __init__(self) -> None:
         keep_freed_memory()
         self._cancel = CancelFlag(-1)
+        self._link = ServerLink(-1, None, 0.0)
+        self._newest: tuple[int, Any] = -1, None
+        """The newest server that was named, and the run that it is of."""
 
     def cancel(self, run: int, attempt: float) -> None:
         """Cancel an attempt; infinity ends training."""
         self._cancel.cancel(run, attempt)
 
-    def run(self, parts: Sequence[messages.Bytes], assignment: ReplicaAssignment, server: Any) -> messages.Ended:
-        """Run one replica's loop to the end of a run."""
+    def turn_to(self, run: int, server: Any) -> None:
+        """Call this server from now on."""
+        self._newest = run, server
+        self._link.turn_to(run, server)
+
+    def run(
+        self, parts: Sequence[messages.Bytes], assignment: ReplicaAssignment, server: Any, node: str
+    ) -> messages.Ended:
+        """Run one replica's loop to the end of a run; the server is on this node."""
         self._cancel = CancelFlag(assignment.run)
         try:
-            spans = _run_loop(messages.unpack(parts), assignment, server, self._cancel)
-            if assignment.server.node != self.place().node and spans:
+            job: Job = messages.unpack(parts)
+            self._link = link = ServerLink(assignment.run, server, job.timeout_s if job.strategy.standby else 0.0)
+            link.turn_to(*self._newest)  # it may have been named before
+            spans = _run_loop(job, assignment, link, self._cancel)
+            if node != self.place().node and spans:
                 # How far the server's clock is ahead of this host's, by the fastest of some answers (Cristian 1989).
                 pings: list[tuple[Nanoseconds, Nanoseconds]] = []
                 for _ in range(PINGS):
                     sent = time.monotonic_ns()
-                    remote = ray.get(server.ask.remote("clock"))
+                    remote = link.call("clock")
                     received = time.monotonic_ns()
                     pings.append((received - sent, remote - (sent + received) // 2))
                 _, ahead_ns = min(pings)
@@ -170,22 +253,22 @@ class ReplicaActor(messages.Actor):
             gc.collect()  # modules are in reference cycles, which would keep arrays in the object store
 
 
-def _run_loop(job: Job, assignment: ReplicaAssignment, server: Any, cancel: CancelFlag) -> list[Span]:
+def _run_loop(job: Job, assignment: ReplicaAssignment, link: ServerLink, cancel: CancelFlag) -> list[Span]:
     context, replica = RunContext(job), assignment.replica
     set_threads_and_seed(job, replica)
     module, sink, spans = job.program.build(), InMemorySink(), SpanLog(job.trace, replica)
     try:
         layout = FlatLayout.of(module, job.running_buffers)
         attempt = max(assignment.attempt, context.positions[replica].attempt)
-        client = RayClient(server, replica, attempt, layout, cancel, sink, job.timeout_s)
+        client = RayClient(link, assignment, attempt, layout, cancel, sink, job.timeout_s)
         metrics = WorkerMetrics(sink, replica, spans.recorder, 2 * layout.parameter_bytes, context.per_step)
         check_in_forward(module, client)
         inner = context.replica(replica, module, layout, spans.recorder)
         measured = InstrumentedReplica(inner, metrics, client, layout.parameter_bytes)
         worker = ClientWorker(context, replica, measured, client, metrics, assignment.micro_steps)
-        ray.get(server.ask.remote("ready", replica))
+        link.call("ready", replica, assignment.incarnation)
         worker.run(job.loop)
-        ray.get(server.ask.remote("done", replica, sink.newest, list(sink.step_times)))
+        link.call("done", replica, assignment.incarnation, sink.newest, list(sink.step_times))
         return spans.read()
     finally:
         spans.close()

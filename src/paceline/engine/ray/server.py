@@ -1,4 +1,4 @@
-"""The server's actor, and the run that it serves: takes what replicas push, checks the budget, times out late replicas.
+"""The run that the server's actor serves: takes what replicas push, checks the budget, times out late replicas.
 
 ::
 
@@ -8,107 +8,44 @@
 A call of a replica is answered when F releases that replica. A Δ is taken as it comes, within the call that brings it;
 the loop itself wakes for evaluation points, the end of the budget and late replicas::
 
-    replica --- push --> RunLoop.arrived -----------> reply with A, or keep the replica waiting
+    replica --- push --> ServerState.arrived --------> reply with A, or keep the replica waiting
     _train()  --- every tick, or when woken --------> evaluate, end the budget, check for hangs
 
     starting --> training --> scoring --> done
                         \\ ends early: the budget is spent, the condition met, Ctrl-C, a failure
+
+A call says which attempt its replica has completed, and is answered with the grant after that. So a call can be made
+again, of this server or of the standby that has taken over from it, and no Δ is taken twice. What changes the state of
+the run is an event, which the standby is sent before anybody is told what follows from it.
 
 The server saves the run: its process holds A, the optimizer and the Δs that wait, and begins each save within the call
 that brings a Δ, so that no other event comes between. At the end of training it does nothing else until all is written.
 """
 
 import asyncio
-import contextlib
 import math
 import time
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
-
-from paceline.aggregation.base import Arrival
-from paceline.comm.linux import keep_freed_memory
-from paceline.core.errors import PacelineError, WaitTimeoutError, WorkerError
 from paceline.core.mesh import Coordinate
-from paceline.core.records import Record, ReplicaExit
+from paceline.core.records import Record
 from paceline.core.types import Clock, Nanoseconds, ReplicaId, Seconds
 from paceline.engine.base import Job, Progress
 from paceline.engine.checkpointing import Checkpointer, Snapshot
-from paceline.engine.loop import TICK_S, RunLoop
+from paceline.engine.loop import TICK_S
 from paceline.engine.ray import messages
 from paceline.engine.ray.evaluation_actor import RayEvaluation
-from paceline.engine.ray.executor import RayExecutor, ReplicaRecord
-from paceline.engine.run_context import RunContext, threads
+from paceline.engine.ray.event_log import EventLog
+from paceline.engine.ray.run_control import RunControl, wait_for
+from paceline.engine.ray.server_state import ServerState
+from paceline.engine.replica_pace import ReplicaPace
+from paceline.engine.run_context import threads
 from paceline.engine.worker_metrics import Figures, worker_figures
 
 # How long an actor's process may take to start, on top of timeout_s.
 START_S: Seconds = 60.0
-
-
-class RunState:
-    """Phase, first failure and clock of a run at the server, and the events that wake its loop and the driver.
-
-    Args:
-        start_s: training time before the run was resumed.
-    """
-
-    def __init__(self, start_s: Seconds) -> None:
-        self._start_s = start_s
-        self.phase: messages.Phase = "starting"
-        self.failure: PacelineError | None = None
-        self.sound = True
-        """False once A or the counts may be wrong: what failed was no replica."""
-        self.over = False
-        """True once training is to end."""
-        self.began: Nanoseconds = 0
-        """When training would have begun without a break; 0: it has not."""
-        self.wake, self.changed = asyncio.Event(), asyncio.Event()
-        """Set to wake the training loop; to answer the driver that waits for a change."""
-
-    def now(self) -> Seconds:
-        """Return how long training has lasted."""
-        return (time.monotonic_ns() - self.began) * 1e-9 if self.began else self._start_s
-
-    def begin(self) -> None:
-        """Start the clock."""
-        self.began = time.monotonic_ns() - int(self._start_s * 1e9)
-
-    @contextlib.contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Context manager: an error inside ends the run, not one replica's call."""
-        try:
-            yield
-        except Exception as error:
-            self.fail(error)
-
-    def fail(self, error: BaseException) -> None:
-        """End the run with an error, unless it has failed before."""
-        self.sound &= isinstance(error, WorkerError)
-        if not isinstance(error, PacelineError):
-            text = "".join(traceback.format_exception(error))
-            error = WorkerError(f"the server failed: {type(error).__name__}: {error}\n\n{text}")
-        self.failure = self.failure or error
-        self.give_over()
-
-    def give_over(self) -> None:
-        """End training with what there is."""
-        self.over = True
-        self.wake.set()
-        self.changed.set()
-
-    def pass_to(self, phase: messages.Phase) -> None:
-        """Begin the next phase."""
-        self.phase = phase
-        self.changed.set()
-
-
-async def wait_for(event: asyncio.Event, timeout_s: Seconds) -> None:
-    """Wait until an event is set, or for the timeout; then clear it: the caller looks at what has changed."""
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), timeout_s)
-    event.clear()
 
 
 class ServerRun:
@@ -117,86 +54,99 @@ class ServerRun:
     Args:
         job: what is run.
         number: of the run.
+        state: of the run; where a standby takes over, that of the server before it.
         replicas: actors of its replicas; fewer where Ctrl-C came while they started.
         scorer: the evaluator's actor.
     """
 
-    def __init__(self, job: Job, number: int, replicas: Sequence[Any], scorer: Any) -> None:
-        self._job, context = job, RunContext(job)
-        actors = [*replicas, *[None] * (context.replicas - len(replicas))]
-        pairs = zip(actors, context.positions, strict=True)
-        self._replicas = [ReplicaRecord(number, actor, position.attempt) for actor, position in pairs]
-        self._executor = RayExecutor(context, self._replicas)
-        state = self._executor.owner.state
-        self._loop = RunLoop(context, self._executor, state.digest(), self._evaluate, parks=job.on_death != "stop")
-        self._coordinator, self._run = self._loop.coordinator, RunState(self._loop.start_s)
+    def __init__(self, job: Job, number: int, state: ServerState, replicas: Sequence[Any], scorer: Any) -> None:
+        self._job, self._number, self._state = job, number, state
+        self._loop, self._coordinator = state.loop, state.coordinator
+        self._actors = [*replicas, *[None] * (len(state.records) - len(replicas))]
+        self._run = run = RunControl(state.loop.start_s, state.began)
+        self._log = EventLog(number, state, run.changed.set, job.suspect_after_s)
         self._sentences: list[str] = []
         """All that the user was to be told."""
-        self._checkpointer = Checkpointer(context, self._loop, self._snapshot, say=self._sentences.append)
-        self._evaluation = RayEvaluation(job, scorer, self._keep, self._run.fail, state.layout.nbytes)
-        self._awaited: dict[ReplicaId, Seconds] = {}
-        """Replicas that are started in the place of dead ones -> until when they have to be ready."""
+        self._checkpointer = Checkpointer(state.context, state.loop, self._snapshot, say=self._sentences.append)
+        self._evaluation = RayEvaluation(job, state.queue, scorer, self._keep, run.fail)
+        self._pace = ReplicaPace(len(state.records), job.suspect_after_s, job.timeout_s)
+        self._suspects: dict[ReplicaId, messages.Suspect] = {}
+        self._held_back: set[ReplicaId] = set()
+        """Replicas whose Δs wait until the evaluator has caught up."""
+        self._replied = [asyncio.Event() for _ in state.records]
         self._end_saved = False
-        self._seconds = self._loop.start_s
+        self._tasks: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
+        executor = state.executor
+        executor.replied, executor.cancelled = lambda r: self._replied[r].set(), self._cancel
+
+    def take_over(self) -> None:
+        """Go on where the server stopped of which this was the standby."""
+        state, run = self._state, self._run
+        if state.loop.condition_met:
+            run.give_over()
+        if state.phase != "starting":
+            state.loop.last_event_s = run.now()
+            self._pace.handled(self._coordinator.computing - state.starting.keys(), run.now())
+            for replica in self._coordinator.cancelling:
+                self._cancel(replica)
+            self._task = asyncio.ensure_future(self._train())
+        if state.queue.snapshots:
+            self._evaluation.begin()
 
     # ----------------------------------------------------------------------------------------------- calls of replicas
 
-    async def ready(self, replica: ReplicaId) -> None:
-        """Note that a replica has built its model; one that replaces another joins the run."""
-        record = self._replicas[replica]
-        record.ready, record.dead = True, False
-        if self._awaited.pop(replica, None) is not None and self._run.phase == "training":
-            with self._run.guarded():
-                self._coordinator.joined(replica)
-        self._run.changed.set()
+    async def ready(self, replica: ReplicaId, incarnation: int) -> None:
+        """Note that a replica has built its model."""
+        run, state = self._run, self._state
+        if incarnation != state.records[replica].incarnation:
+            return
+        self._change("ready", replica, run.now())
+        if replica in self._coordinator.cancelling:  # since before it took another's place
+            self._cancel(replica)
+        self._pace.handled(self._coordinator.computing - state.starting.keys(), run.now())
+        run.changed.set()
+        await self._log.settled()
 
-    async def first(self, replica: ReplicaId) -> messages.Reply:
-        """Return the first grant of a replica, once there is one."""
-        return await self._replicas[replica].wait()
+    async def first(self, replica: ReplicaId, incarnation: int, attempt: Clock) -> messages.Reply:
+        """Return the first grant after this attempt, once there is one."""
+        return await self._reply_after(replica, incarnation, attempt)
 
-    async def push(self, completion: messages.RayCompletion, *arrays: messages.Bytes) -> messages.Reply:
-        """Take a Δ, or without arrays the end of a cancelled attempt; return the next grant, once there is one."""
-        run, coordinator, executor, replica = self._run, self._coordinator, self._executor, completion.replica
-        while self._evaluation.queue.full and not run.over:
+    async def push(
+        self, completion: messages.RayCompletion, refs: Sequence[Any], *arrays: messages.Bytes
+    ) -> messages.Reply:
+        """Take a Δ, or without arrays the end of a cancelled attempt; return the next grant, once there is one.
+
+        Args:
+            completion: the end of an attempt.
+            refs: references of the arrays, if they are to be sent on.
+            arrays: Δ.
+        """
+        run, state, (replica, incarnation, attempt, *_) = self._run, self._state, completion
+        while state.queue.full and not run.over:
+            self._held_back.add(replica)
             self._evaluation.evaluated.clear()
             await self._evaluation.evaluated.wait()
-        record = self._replicas[replica]
-        if replica not in coordinator.present or completion.attempt != record.attempt:
-            return messages.END
-        # The future comes first: the decision on this Δ may reply to it at once.
-        reply = record.wait()
-        record.measured(completion.figures)
-        with run.guarded():
-            _, attempt, version, samples, finite, loss, _ = completion
-            if arrays and replica not in coordinator.cancelling:
-                now = run.now()
-                delta = messages.state_of(executor.owner.state.layout, arrays)
-                executor.undecided[replica, attempt] = delta
-                observed = executor.statistics.observe(delta, now)
-                mean = loss if samples else None
-                self._loop.arrived(Arrival(replica, version, attempt, samples, now, finite, mean, observed))
-            else:
-                coordinator.cancelled(replica)
-            self._loop.handled(run.now())  # an update may have taken time
-            self._save_if_due()
-            if not coordinator.present:
-                run.wake.set()
-        return await reply
+        self._held_back.discard(replica)
+        if state.takes(replica, incarnation, attempt):
+            with run.guarded():
+                self._take(completion, refs, arrays)
+        return await self._reply_after(replica, incarnation, attempt)
 
-    async def excuse(self, replica: ReplicaId, seconds: Seconds) -> None:
+    async def excuse(self, replica: ReplicaId, incarnation: int, seconds: Seconds) -> None:
         """Note a delay that the job asked for: the replica pushes nothing meanwhile."""
-        self._replicas[replica].excused_s = self._run.now() + seconds
+        if incarnation == self._state.records[replica].incarnation:
+            self._change("excused", replica, self._run.now() + seconds)
+        await self._log.settled()
 
-    async def done(self, replica: ReplicaId, figures: Figures, step_times: Sequence[Seconds]) -> None:
+    async def done(self, replica: ReplicaId, incarnation: int, figures: Figures, step_times: Sequence[Seconds]) -> None:
         """Note that a replica's loop has ended."""
-        record = self._replicas[replica]
-        record.measured(figures)
-        record.step_times = [*step_times]
-        if self._run.phase == "training":
+        record = self._state.records[replica]
+        if incarnation == record.incarnation and not record.finished:
             with self._run.guarded():
-                self._coordinator.left(replica, "done")
-        record.finished = True
+                self._change("done", replica, figures, step_times)
+            self._pace.left(replica)
+        await self._log.settled()
         self._run.wake.set()
 
     async def clock(self) -> Nanoseconds:
@@ -207,45 +157,53 @@ class ServerRun:
 
     async def begin(self) -> None:
         """Begin training, once all replicas are ready."""
-        self._task = asyncio.ensure_future(self._train())
+        if self._task is None:
+            self._task = asyncio.ensure_future(self._train())
 
     async def interrupt(self) -> None:
         """End training with what there is."""
         self._run.give_over()
-        if self._task is None:
-            await self.begin()
+        await self.begin()
 
-    async def lost(self, replica: ReplicaId, reason: str, replaced: bool) -> tuple[Clock, int] | None:
-        """Note that a replica has died; return its attempts and micro-steps where another is to replace it."""
-        run, record = self._run, self._replicas[replica]
+    async def lost(self, replica: ReplicaId, incarnation: int, reason: str) -> messages.ReplicaAssignment | None:
+        """Note that a replica has died; return the part of the actor that is to replace it, if one is."""
+        run, state = self._run, self._state
         run.wake.set()
-        if run.phase != "training" or replica not in self._coordinator.present | self._awaited.keys():
-            return None
-        now = run.now()
-        self._loop.exits.append(ReplicaExit(replica, reason, now))
-        # One that died before it was ready is not tried again.
-        again = self._awaited.pop(replica, None) is None and replaced
-        if again:
-            self._awaited[replica] = now + START_S + self._job.timeout_s
-        record.lost()
-        with run.guarded():
-            self._coordinator.left(replica, "died")
-        return (record.attempt, record.micro_steps) if again else None
+        if incarnation == state.records[replica].incarnation:
+            self._pace.left(replica)
+            replaced = self._job.on_death == "replace" and not run.over
+            with run.guarded():
+                self._change("lost", replica, reason, run.now(), replaced)
+            self._replied[replica].set()
+        await self._log.settled(for_main=True)
+        return state.assignment(self._number, replica) if replica in state.starting and not run.over else None
 
     async def replaced(self, replica: ReplicaId, actor: Any) -> None:
         """Call this actor from now on in place of one that has died."""
-        self._replicas[replica].actor = actor
+        self._actors[replica] = actor
+
+    async def attach(self, standby: Any) -> None:
+        """Have this actor follow from now on; return once it has all that this one has."""
+        await self._log.attach(standby)
+
+    async def release(self) -> None:
+        """Go on without a standby, which can not take over any more."""
+        await self._log.release()
 
     async def stand(self, known: int) -> messages.RunStatus:
         """Return the state of the run, at its next change or after a tick; main knows so many sentences."""
-        run = self._run
+        run, state = self._run, self._state
         await wait_for(run.changed, TICK_S)
-        waiting = tuple(r for r, record in enumerate(self._replicas) if not record.ready)
-        if run.phase == "starting":
-            progress = Progress("starting", 1 - len(waiting) / len(self._replicas))
+        phase: messages.Phase = "done" if run.done else state.phase
+        waiting = tuple(r for r, record in enumerate(state.records) if not record.ready)
+        if phase == "starting":
+            progress = Progress("starting", 1 - len(waiting) / len(state.records))
         else:
-            progress = self._loop.history.progress("training" if run.phase == "training" else "scoring", run.now())
-        return messages.RunStatus(run.phase, progress, run.failure, waiting, tuple(self._sentences[known:]))
+            progress = self._loop.history.progress("training" if phase == "training" else "scoring", run.now())
+            progress = replace(progress, remarks=self._loop.remarks)
+        suspects, sentences = tuple(self._suspects.values()), tuple(self._sentences[known:])
+        await self._log.settled(for_main=True)
+        return messages.RunStatus(phase, progress, run.failure, waiting, sentences, suspects)
 
     async def save_end(self, known: int) -> tuple[str, ...]:
         """Save the run as it is now, for a worker has failed; return the sentences that main does not know."""
@@ -254,100 +212,165 @@ class ServerRun:
 
     async def result(self, late: Sequence[ReplicaId], signal: str | None, known: int) -> messages.Result:
         """Return the result, also where a signal breaks the run off; the replicas ``late`` did not end in time."""
-        loop, state = self._loop, self._executor.owner.state
-        if self._run.phase in ("starting", "training"):
+        loop, state = self._loop, self._state
+        if state.phase in ("starting", "training"):
             self._finish()
         self._break_off()
         loop.ended_late(late, self._run.now())
-        nbytes = state.layout.parameter_bytes
+        layout = state.executor.owner.state.layout
         workers = [
-            worker_figures(Coordinate(r), record.figures, record.step_times, nbytes, self._seconds)
-            for r, record in enumerate(self._replicas)
+            worker_figures(Coordinate(r), record.figures, record.step_times, layout.parameter_bytes, state.seconds)
+            for r, record in enumerate(state.records)
         ]
         notes: dict[str, str | int | float] = {"threads": threads(self._job.strategy), **self._checkpointer.notes()}
+        notes |= state.notes | self._pace.notes()
         account = loop.history.account(
-            self._seconds, workers, loop.exits, notes, interrupted=signal is not None, signal=signal
+            state.seconds, workers, loop.exits, notes, interrupted=signal is not None, signal=signal
         )
         records = sorted(loop.history.records, key=lambda record: record.time_s)
-        spans = self._executor.spans.read()
-        said = tuple(self._sentences[known:])
-        return messages.Result(messages.arrays_of(state), records, account, spans, self._run.began, said)
+        arrays, spans = messages.arrays_of(state.executor.owner.state), state.executor.spans.read()
+        return messages.Result(arrays, records, account, spans, self._run.began, tuple(self._sentences[known:]))
 
     def close(self) -> None:
         """Break the run off and release its resources."""
         self._break_off()
         self._checkpointer.close()
-        self._executor.spans.close()
+        self._state.executor.spans.close()
 
-    def _break_off(self) -> None:
-        for task in (self._evaluation.task, self._task):
-            if task is not None:
-                task.cancel()
+    # ----------------------------------------------------------------------------------------------------------- events
+
+    def _change(self, event: str, *args: Any) -> Any:
+        """Have the state take an event, and forward it."""
+        result = getattr(self._state, event)(*args)
+        self._log.add(event, *args)
+        self._log.flush()
+        if self._state.queue.snapshots:
+            self._evaluation.begin()
+        return result
+
+    def _take(self, completion: messages.RayCompletion, refs: Sequence[Any], arrays: Sequence[messages.Bytes]) -> None:
+        """Have the policy decide on a Δ, or let a replica whose attempt was cancelled go on."""
+        run, state, log, replica, now = self._run, self._state, self._log, completion.replica, self._run.now()
+        self._pace.arrived(replica, now)
+        if arrays and replica not in self._coordinator.cancelling:
+            delta = messages.state_of(state.executor.owner.state.layout, arrays)
+            observed = state.executor.statistics.observe(delta, now)
+            state.arrived(completion, now, observed, arrays)
+            log.add("arrived", completion, now, observed, refs=refs, arrays=arrays)
+        else:
+            state.cancelled(replica, completion.figures)
+            log.add("cancelled", replica, completion.figures)
+        self._change("handled", run.now())  # an update may have taken time
+        self._pace.handled(self._coordinator.computing - state.starting.keys(), run.now())
+        self._save_if_due()
+        if not self._coordinator.present:
+            run.wake.set()
+
+    async def _reply_after(self, replica: ReplicaId, incarnation: int, attempt: Clock) -> messages.Reply:
+        """Return the grant after an attempt, or the end, once it is there and may be told."""
+        record, replied = self._state.records[replica], self._replied[replica]
+        while incarnation == record.incarnation:
+            if (reply := record.reply_after(attempt)) is not None:
+                await self._log.settled()
+                return reply
+            replied.clear()
+            await replied.wait()
+        return messages.END  # another has taken its place, or the run goes on without it
+
+    def _cancel(self, replica: ReplicaId, attempt: float | None = None) -> None:
+        """Have a replica stop its attempt, or, by infinity, its training, once that may be told."""
+        actor, attempt = self._actors[replica], attempt or self._state.records[replica].attempt
+
+        async def cancel() -> None:
+            await self._log.settled()
+            actor.cancel.options(concurrency_group=messages.CONTROL).remote(self._number, attempt)
+
+        if actor is not None:
+            task = asyncio.ensure_future(cancel())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _keep(self, record: Record) -> None:
+        self._change("evaluated", record)
+        if self._loop.condition_met:
+            self._run.give_over()
 
     # ------------------------------------------------------------------------------------------------ from start to end
 
     async def _train(self) -> None:
         """Train to the end of the budget, and wait for the records."""
-        run, loop, coordinator = self._run, self._loop, self._coordinator
+        run, state, coordinator = self._run, self._state, self._coordinator
         try:
-            run.pass_to("training")
-            loop.evaluate_if_due(run.now())
-            run.begin()
-            if not run.over:
-                coordinator.begin()
-            # A loop that makes no step may have ended before training began.
-            for replica in [r for r, record in enumerate(self._replicas) if record.finished]:
-                coordinator.left(replica, "done")
-            while not run.over and (coordinator.present or self._awaited):
+            if state.phase == "starting" and not run.over:
+                run.begin()
+                self._change("begin", run.began)
+                self._pace.handled(coordinator.computing, run.now())
+            run.changed.set()
+            while state.phase == "training" and not run.over and coordinator.present:
                 now = run.now()
-                wait_s = loop.tick(now)
+                wait_s = self._change("tick", now)
                 if wait_s is None:
                     break
                 self._check_late(now)
                 self._save_if_due()
                 await wait_for(run.wake, wait_s)
             else:  # not the end of the budget
-                if all(record.dead for record in self._replicas) and not run.over:
-                    raise loop.all_died()
-            self._finish()
+                if all(record.dead for record in state.records) and not run.over:
+                    raise self._loop.all_died()
+            if state.phase != "scoring":
+                self._finish()
+            run.changed.set()
             if self._evaluation.task is not None:
                 await asyncio.wait([self._evaluation.task])
         except Exception as error:
             run.fail(error)
             self._save_end()
-        run.pass_to("done")
+        run.done = True
+        run.changed.set()
 
     def _check_late(self, now: Seconds) -> None:
-        """Raise if a replacement does not start, no replica computes, or none pushes in time."""
-        for replica, deadline in self._awaited.items():
-            if now > deadline:
-                raise WaitTimeoutError(
-                    f"the server waited {START_S + self._job.timeout_s:g} s for an actor in the place of replica "
-                    f"{replica}; write RayEngine(replace=False), or a larger timeout_s="
-                )
-        if self._coordinator.computing or not (self._awaited or not self._coordinator.present):
-            self._loop.check_hang(
+        """Name replicas that are silent or slow, for main to end the silent ones where the run survives their death.
+
+        Raises:
+            PacelineError: no replica computes, or none pushes in time.
+        """
+        state, loop = self._state, self._loop
+        silent, loop.remarks = self._pace.look(
+            now,
+            lambda r: state.records[r].excused_s,
+            lambda r: state.records[r].attempt,
+            lambda r: r in self._held_back,
+        )
+        bound = START_S + self._job.timeout_s
+        reasons = {r: f"silent for {s:.1f} s; killed" for r, s in silent.items() if self._job.survives_deaths}
+        for replica, since in state.starting.items():
+            if now - since > bound:
+                reasons[replica] = f"did not start within {bound:g} s; killed"
+        self._suspects = {r: messages.Suspect(r, state.records[r].incarnation, why) for r, why in reasons.items()}
+        if self._suspects:
+            self._run.changed.set()
+        if (notes := self._pace.notes()) != {kind: state.notes.get(kind) for kind in notes}:
+            self._change("remarked", notes)
+        if self._coordinator.present and not state.starting:
+            loop.check_hang(
                 now,
                 "the server",
-                excused_until=lambda r: self._replicas[r].excused_s,
-                attempt=lambda r: self._replicas[r].attempt,
+                excused_until=lambda r: state.records[r].excused_s,
+                attempt=lambda r: state.records[r].attempt,
                 busy=lambda: self._evaluation.queue.full,  # replicas wait for the evaluator
             )
 
     def _finish(self) -> None:
         """End training: no replica computes any more."""
-        self._seconds = min(self._run.now(), self._loop.end_s)
+        seconds = min(self._run.now(), self._loop.end_s)
         self._save_end()
-        self._coordinator.finish()
-        for record in self._replicas:
-            record.reply(messages.END)
-            record.cancel(math.inf)
-        if self._run.failure is None:
-            self._loop.evaluate_final(self._seconds)
-        self._run.pass_to("scoring")
+        self._change("finish", seconds, self._run.failure is None)
+        for replica in range(len(self._actors)):
+            self._cancel(replica, math.inf)
 
     def _snapshot(self) -> Snapshot:
-        return Snapshot(self._executor.chunks(), self._executor.owner.flat_optimizer.state_json())
+        executor = self._state.executor
+        return Snapshot(executor.chunks(), executor.owner.flat_optimizer.state_json())
 
     def _save_if_due(self) -> None:
         if self._run.sound and not self._end_saved:
@@ -359,34 +382,7 @@ class ServerRun:
             self._end_saved = True
             self._checkpointer.finish(min(self._run.now(), self._loop.end_s))
 
-    def _evaluate(self, now: Seconds) -> None:
-        self._evaluation.hand_in(self._executor.owner.state, self._loop.history.snapshot(now))
-
-    def _keep(self, records: list[Record]) -> None:
-        self._loop.keep(records)
-        if self._loop.condition_met:
-            self._run.give_over()
-
-
-class ServerActor(messages.Actor):
-    """The server's actor, kept from run to run."""
-
-    def __init__(self) -> None:
-        torch.set_num_threads(1)
-        keep_freed_memory()
-        self._run: ServerRun | None = None
-
-    async def open(self, number: int, parts: Sequence[messages.Bytes], replicas: Sequence[Any], scorer: Any) -> None:
-        """Begin to serve a run."""
-        self._run = ServerRun(messages.unpack(parts), number, replicas, scorer)
-
-    async def ask(self, method: str, *args: Any) -> Any:
-        """Call a method of the run."""
-        assert self._run is not None, f"{method}: no run is open"
-        return await getattr(self._run, method)(*args)
-
-    async def close(self) -> None:
-        """End the run."""
-        if self._run is not None:
-            self._run.close()
-        self._run = None
+    def _break_off(self) -> None:
+        for task in (self._evaluation.task, self._task):
+            if task is not None:
+                task.cancel()

@@ -1,0 +1,161 @@
+"""The actors of an engine, which are kept from run to run."""
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from paceline.core.errors import WaitTimeoutError, WorkerError
+from paceline.core.types import ReplicaId, Seconds
+from paceline.engine.base import Job
+from paceline.engine.ray import messages
+from paceline.engine.ray.cluster import missing_package
+from paceline.engine.ray.evaluation_actor import EvaluatorActor
+from paceline.engine.ray.replica import ReplicaActor
+from paceline.engine.ray.server_actor import ServerActor
+
+# Time that a process that imports torch may take to start with others, in addition to timeout_s.
+EACH_S: Seconds = 10.0
+
+# Period at which main checks for Ctrl-C while it waits.
+GLANCE_S: Seconds = 0.1
+
+
+class ActorPool:
+    """All actors of an engine."""
+
+    def __init__(self) -> None:
+        self._gpus = 0.0
+        """GPUs of each replica."""
+        self._idle_only = True
+        """Whether the evaluator uses only idle cores: nothing waits for an evaluation."""
+        self.locations: dict[Any, messages.WorkerLocation] = {}
+        """The process and the node of each actor."""
+        self._nodes: dict[Any, str] = {}
+        """The node that each replica was scheduled on."""
+        self.replicas: list[Any] = []
+        self.server: Any = None
+        self.standby: Any = None
+        """Of the server; None: there is none, or it is not known yet that it has started."""
+        self.scorer: Any = None
+
+    def start(self, job: Job, gpus: float, stop: Callable[[], bool], progress: Callable[[float], None]) -> None:
+        """Start the actors that a job lacks and wait for them; once ``stop`` returns True, for replicas no longer.
+
+        Replicas that have not started by then are dropped.
+
+        Args:
+            job: to run; its ``timeout_s`` is in addition to the time that starting processes takes.
+            gpus: of each replica; a part of one where replicas share it.
+            stop: called all the time.
+            progress: called with the fraction of actors that have started.
+
+        Raises:
+            WaitTimeoutError: not all have started in time.
+            PacelineError: one can't be started.
+        """
+        count, idle_only = job.strategy.replicas, job.budget.until is None
+        if gpus != self._gpus:
+            self.drop(self.replicas)
+        if idle_only != self._idle_only:
+            self.drop([self.scorer])
+        self._gpus, self._idle_only = gpus, idle_only
+        if self.server is None:
+            self.server = new_server()
+        if self.standby is None and job.strategy.standby:
+            self.standby = new_server()
+        if self.scorer is None:
+            self.scorer = ray.remote(num_cpus=0, scheduling_strategy=here())(EvaluatorActor).remote(idle_only)
+        while len(self.replicas) < count:
+            self.replicas.append(self._new_replica())
+
+        servers = [self.server, self.standby] if job.strategy.standby else [self.server]
+        actors = [*servers, self.scorer, *self.replicas[:count]]
+        pending = {actor.place.remote(): actor for actor in actors if actor not in self.locations}
+        bound = job.timeout_s + EACH_S * len(pending)
+        deadline = time.monotonic() + bound
+        while pending and not (stop() and all(actor in self.replicas for actor in pending.values())):
+            for ref in ray.wait(list(pending), timeout=GLANCE_S)[0]:
+                try:
+                    self.locations[pending.pop(ref)] = ray.get(ref)
+                except ray.exceptions.RayError as error:
+                    raise missing_package(error) or WorkerError(f"a Ray actor can't be started: {error}") from error
+            progress(1 - len(pending) / len(actors))
+            if time.monotonic() > deadline:
+                raise WaitTimeoutError(
+                    f"main waited {bound:g} s for {len(pending)} of {len(actors)} Ray actors to start; write fewer "
+                    "replicas=, or a larger timeout_s="
+                )
+        self.drop(list(pending.values()))
+
+    def replace(self, replica: ReplicaId) -> Any:
+        """Start and return an actor in place of one that has died."""
+        self.locations.pop(self.replicas[replica], None)
+        self.replicas[replica] = self._new_replica()
+        return self.replicas[replica]
+
+    def drop(self, actors: Sequence[Any]) -> None:
+        """Kill these actors; the next run starts others."""
+        for actor in [a for a in actors if a is not None]:
+            self.locations.pop(actor, None)
+            ray.kill(actor)
+        self.replicas = [r for r in self.replicas if r not in actors]
+        self.server = None if self.server in actors else self.server
+        self.standby = None if self.standby in actors else self.standby
+        self.scorer = None if self.scorer in actors else self.scorer
+
+    def settle(self, running: Mapping[Any, Any], grace_s: Seconds) -> None:
+        """Keep the actors whose calls end without an error in time, and kill the others.
+
+        Args:
+            running: reference of a call -> its actor.
+            grace_s: longest wait.
+        """
+        failed = dict(running)
+        for ref in ray.wait([*running], num_returns=len(running), timeout=grace_s)[0] if running else []:
+            try:
+                ray.get(ref)
+            except ray.exceptions.RayError:
+                continue
+            del failed[ref]
+        self.drop(list(failed.values()))
+
+    def _new_replica(self) -> Any:
+        """Start a replica on the node with the fewest replicas for its cores.
+
+        Ray 2.60's SPREAD, and its soft affinity, may put three of four actors on one node of two.
+        """
+        counts = Counter(self._nodes[replica] for replica in self.replicas)
+        cores: dict[str, float] = {n["NodeID"]: n["Resources"].get("CPU", 1.0) for n in ray.nodes() if n["Alive"]}
+        node = min(cores, key=lambda node: (counts[node] + 1) / cores[node])
+        # Which node has a free GPU is Ray's to find.
+        strategy = "SPREAD" if self._gpus else NodeAffinitySchedulingStrategy(node, soft=False)
+        actor = ray.remote(
+            num_cpus=0, num_gpus=self._gpus, scheduling_strategy=strategy, concurrency_groups={messages.CONTROL: 1}
+        )
+        handle = actor(ReplicaActor).remote()
+        self._nodes[handle] = node
+        return handle
+
+
+def here() -> NodeAffinitySchedulingStrategy:
+    """Return what keeps an actor on the node of this process."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+def new_server() -> Any:
+    """Start and return the actor of a server, or of its standby."""
+    return ray.remote(num_cpus=0, scheduling_strategy=here())(ServerActor).remote()
+
+
+def exit_reason(error: BaseException) -> str:
+    """Describe why an actor has died."""
+    text = str(error)
+    if "its node has died" in text:
+        return "its node was lost"
+    detail = re.search(r"Worker exit detail: ([^.]*)", text)
+    return f"its process ended ({detail[1].strip()})" if detail else text.strip().splitlines()[0]

@@ -1,0 +1,67 @@
+"""What controls a run at the server: its clock, its first failure, and what wakes those who wait."""
+
+import asyncio
+import contextlib
+import time
+import traceback
+from collections.abc import Iterator
+
+from paceline.core.errors import PacelineError, WorkerError
+from paceline.core.types import Nanoseconds, Seconds
+
+
+class RunControl:
+    """Phase, first failure and clock of a run at the server, and the events that wake its loop and the driver.
+
+    Args:
+        start_s: training time before the run was resumed.
+        began: when training would have begun without a break; 0: it has not.
+    """
+
+    def __init__(self, start_s: Seconds, began: Nanoseconds) -> None:
+        self._start_s, self.began = start_s, began
+        self.failure: PacelineError | None = None
+        self.sound = True
+        """False once A or the counts may be wrong: what failed was no replica."""
+        self.over = self.done = False
+        """True once training is to end; once nothing is awaited any more."""
+        self.wake, self.changed = asyncio.Event(), asyncio.Event()
+        """Set to wake the training loop; to answer the driver that waits for a change."""
+
+    def now(self) -> Seconds:
+        """Return how long training has lasted."""
+        return (time.monotonic_ns() - self.began) * 1e-9 if self.began else self._start_s
+
+    def begin(self) -> None:
+        """Start the clock."""
+        self.began = time.monotonic_ns() - int(self._start_s * 1e9)
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Context manager: an error inside ends the run, not one replica's call."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """End the run with an error, unless it has failed before."""
+        self.sound &= isinstance(error, WorkerError)
+        if not isinstance(error, PacelineError):
+            text = "".join(traceback.format_exception(error))
+            error = WorkerError(f"the server failed: {type(error).__name__}: {error}\n\n{text}")
+        self.failure = self.failure or error
+        self.give_over()
+
+    def give_over(self) -> None:
+        """End training with what there is."""
+        self.over = True
+        self.wake.set()
+        self.changed.set()
+
+
+async def wait_for(event: asyncio.Event, timeout_s: Seconds) -> None:
+    """Wait until an event is set, or for the timeout; then clear it: the caller looks at what has changed."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), timeout_s)
+    event.clear()

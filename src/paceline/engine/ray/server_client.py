@@ -1,0 +1,193 @@
+"""The main process's calls to the server of a run; if the server dies, its standby takes over, and is asked instead.
+
+::
+
+    main      ask ........ lost: take_over ............... ask again ........ a new standby is ready: attach
+    server    |- dies
+    standby   ............ promote: server from now on ... answer ........... send a copy, then events
+    replica   push ....... lost: wait .......... turn_to, push again
+
+Main alone says who is the server: a standby takes over when main has it do so, and a server goes on without one when
+main has dropped it. So no two servers tell anybody anything.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from paceline.core.errors import PacelineError, WaitTimeoutError, WorkerError
+from paceline.core.records import Account
+from paceline.engine.base import Job
+from paceline.engine.checkpointing import LAST_SAVE_S, tell
+from paceline.engine.ray import messages
+from paceline.engine.ray.actor_pool import ActorPool, exit_reason, new_server
+from paceline.engine.ray.event_log import StandbyLostError
+from paceline.engine.worker_metrics import update_workers_file
+
+# New standbys that are started after one another before main gives up.
+MOST_STANDBYS = 10
+
+# Methods whose result has the sentences that the user was not told; their last argument says how many were.
+TELLING = ("stand", "save_end", "result")
+
+
+class ServerClient:
+    """The main process's end.
+
+    Args:
+        job: of the run.
+        job_parts: reference of the packed job.
+        number: of the run.
+        actors: of the engine.
+    """
+
+    def __init__(self, job: Job, job_parts: Any, number: int, actors: ActorPool) -> None:
+        self._job, self._job_parts, self._number, self._actors = job, job_parts, number, actors
+        # The server answers nobody while it writes the last checkpoint.
+        self.patience_s = job.timeout_s + (LAST_SAVE_S if job.checkpoint is not None else 0.0)
+        self.guarded = False
+        """Whether there is a standby that has all that the server has."""
+        self._coming: tuple[Any, Any] | None = None
+        """A new standby's actor, and the reference of what is awaited of it."""
+        self._coming_attached = False
+        self._left = MOST_STANDBYS if job.strategy.standby else 0
+        self.taken_over: list[str] = []
+        """A sentence for each server that was lost."""
+        self.told = 0
+        """How many of the present server's sentences the user was told."""
+
+    def open(self, replicas: list[Any]) -> None:
+        """Begin the run at the server, and at its standby."""
+        actors = self._actors
+        self._result(actors.server.open.remote(self._number, self._job_parts, replicas, actors.scorer))
+        actors.scorer.open.remote(self._job_parts)
+        if self._job.strategy.standby:
+            self._result(actors.standby.prepare.remote(self._job_parts))
+            self._result(self.begin("attach", actors.standby))
+            self.guarded = True
+
+    def begin(self, method: str, *args: Any) -> Any:
+        """Begin a call of a method of the server's run; return the reference of its result."""
+        known = (self.told,) if method in TELLING else ()
+        return self._actors.server.ask.remote(method, *args, *known)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the server's run, of the next server where this one is lost, and return the result."""
+        return self.finish(self.begin(method, *args), method, *args)
+
+    def finish(self, ref: Any, method: str, *args: Any) -> Any:
+        """Return the result of a call that was begun; make it again where the server, or its standby, is lost."""
+        while True:
+            try:
+                return self._result(ref)
+            except _ServerLostError as error:
+                self.recover(error)
+            except StandbyLostError as error:
+                self._drop(error)
+            ref = self.begin(method, *args)
+
+    def recover(self, error: BaseException) -> None:
+        """Have the standby take over.
+
+        Raises:
+            WorkerError: there is none, or it is lost as well.
+        """
+        actors, reason = self._actors, exit_reason(error)
+        if not self.guarded:
+            alone = ", before a new standby had its copy" if self._job.strategy.standby else ""
+            raise WorkerError(f"the server died, and A with it{alone}: {reason}") from error
+        began = time.monotonic()
+        actors.drop([actors.server])
+        actors.server, actors.standby, self.guarded = actors.standby, None, False
+        handles = actors.replicas[: self._job.strategy.replicas]
+        try:
+            updates, _ = self._result(actors.server.take_over.remote(handles, actors.scorer))
+        except PacelineError as lost:
+            raise WorkerError(f"the server died ({reason}), and A with it: its standby failed: {lost}") from lost
+        for handle in handles:
+            handle.turn_to.options(concurrency_group=messages.CONTROL).remote(self._number, actors.server)
+        seconds = time.monotonic() - began
+        self.told = 0
+        self.taken_over.append(f"the server died ({reason}); its standby took over at update {updates}")
+        tell(f"{self.taken_over[-1]}, within {seconds:.1f} s")
+        self._name("coordinator", actors.server)
+
+    def keep_standby(self) -> None:
+        """Start another standby where there is none, and have it attached once it is there; called again and again."""
+        actors = self._actors
+        if self.guarded or (self._coming is None and not self._left):
+            return
+        if self._coming is None:
+            self._left -= 1
+            actor = new_server()
+            self._coming, self._coming_attached = (actor, actor.place.remote()), False
+            return
+        actor, ref = self._coming
+        if not ray.wait([ref], timeout=0)[0]:
+            return
+        try:
+            if not self._coming_attached:
+                actors.locations[actor] = ray.get(ref)
+                actor.prepare.remote(self._job_parts)
+                self._coming, self._coming_attached = (actor, self.begin("attach", actor)), True
+                return
+            ray.get(ref)
+            actors.standby, self._coming, self.guarded = actor, None, True
+            self._name("standby", actor)
+        except ray.exceptions.RayError as error:
+            tell(f"a new standby of the server failed: {getattr(error, 'cause', error)}")
+            self._abandon(actor)
+            if not isinstance(error, ray.exceptions.RayActorError):
+                with contextlib.suppress(PacelineError):
+                    self.call("release")
+
+    def noted(self, account: Account) -> Account:
+        """Return the account of the run with a note about servers that were lost."""
+        if not self.taken_over:
+            return account
+        return replace(account, notes={**account.notes, "server": "; ".join(self.taken_over)})
+
+    def close(self) -> Iterable[Any]:
+        """Give up a standby that is starting; return the actors that the run was open at."""
+        if self._coming is not None:
+            self._abandon(self._coming[0])
+        return [a for a in (self._actors.server, self._actors.standby, self._actors.scorer) if a is not None]
+
+    def _name(self, role: str, actor: Any) -> None:
+        """Write down which process has a role now."""
+        update_workers_file(self._job.out, role, self._actors.locations[actor]._asdict())
+
+    def _abandon(self, actor: Any) -> None:
+        self._coming = None
+        self._actors.drop([actor])
+
+    def _drop(self, error: BaseException) -> None:
+        """Drop a standby that the server has lost, and let the server go on without one."""
+        self.guarded = False
+        if self._actors.standby is not None:
+            self._actors.drop([self._actors.standby])
+        tell(f"the server's standby was lost: {error}")
+        self.call("release")
+
+    def _result(self, ref: Any) -> Any:
+        """Wait for a result of the server."""
+        try:
+            return ray.get(ref, timeout=self.patience_s)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, StandbyLostError):
+                raise error.cause from None
+            raise WorkerError(f"the server failed: {error.cause}\n\n{error}") from error
+        except ray.exceptions.RayActorError as error:
+            raise _ServerLostError(str(error)) from error
+        except ray.exceptions.GetTimeoutError as error:
+            raise WaitTimeoutError(
+                f"main waited {self.patience_s:g} s for the server's answer; write a larger timeout_s="
+            ) from error
+
+
+class _ServerLostError(PacelineError):
+    """The server's actor has died."""

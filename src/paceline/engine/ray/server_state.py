@@ -1,0 +1,293 @@
+"""The state of a run at its server: what follows from the job and the events so far, and from nothing else.
+
+The same events in the same order give the same state, bit for bit, in another process: that is how a standby of the
+server keeps up with it (:mod:`paceline.engine.ray.event_log`). So whatever is measured, the time or a statistic of
+time, is part of an event, and no method here reads a clock.
+"""
+
+import io
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cloudpickle
+import numpy as np
+
+from paceline.aggregation.base import Arrival
+from paceline.checkpoint.base import TensorChunk
+from paceline.checkpoint.manifest import Manifest, TensorInfo
+from paceline.checkpoint.reader import Checkpoint
+from paceline.core.records import Record, ReplicaExit
+from paceline.core.types import Nanoseconds, ReplicaId, Seconds
+from paceline.engine.base import Job
+from paceline.engine.evaluation import EvaluationQueue
+from paceline.engine.loop import RunLoop
+from paceline.engine.ray import messages
+from paceline.engine.ray.executor import RayExecutor
+from paceline.engine.replacement import DeathCounter
+from paceline.engine.run_context import RunContext
+from paceline.engine.worker_metrics import Figures
+from paceline.replica.optimizer_state import whole_chunks
+
+
+class ServerState:
+    """A, its optimizer, coordinator, history, grants and snapshots of a run.
+
+    The methods of the first part are the events.
+
+    Args:
+        job: what is run.
+        copied: state of another process; None: the run begins.
+    """
+
+    def __init__(self, job: Job, copied: "CopiedState | None" = None) -> None:
+        self.context = context = RunContext(job)
+        self.executor = RayExecutor(context, restore=copied is None)
+        state = self.executor.owner.state
+        self.loop = RunLoop(context, self.executor, state.digest(), self._evaluate, parks=job.on_death != "stop")
+        self.queue = EvaluationQueue(job.program, state.layout.nbytes)
+        """Snapshots that were taken, and whose records have not come."""
+        self.phase: messages.Phase = "starting"
+        self.began: Nanoseconds = 0
+        """When training would have begun without a break; 0: it has not."""
+        self.seconds = self.loop.start_s
+        """How long training has lasted, at its end."""
+        self.starting: dict[ReplicaId, Seconds] = {}
+        """Replicas whose actors are started in the place of dead ones, and since when."""
+        self.notes: dict[str, str] = {}
+        """What was remarked about replicas."""
+        self._deaths = DeathCounter()
+        if copied is not None:
+            self._restore(copied)
+        self.coordinator, self.records = self.loop.coordinator, self.executor.replicas
+
+    # ------------------------------------------------------------------------------------------------------ events
+
+    def ready(self, replica: ReplicaId, now: Seconds) -> None:
+        """Note that a replica has built its model."""
+        self.records[replica].ready = True
+        self.starting.pop(replica, None)
+        self.loop.last_event_s = now
+
+    def begin(self, began: Nanoseconds) -> None:
+        """Begin training."""
+        self.phase, self.began = "training", began
+        self.loop.evaluate_if_due(self.loop.start_s)
+        self.coordinator.begin()
+        # A loop that makes no step may have ended before training began.
+        for replica in [r for r, record in enumerate(self.records) if record.finished]:
+            self.coordinator.left(replica, "done")
+
+    def tick(self, now: Seconds) -> Seconds | None:
+        """Evaluate what is due; return how long to wait for events, or None at the end of the budget."""
+        return self.loop.tick(now)
+
+    def arrived(
+        self,
+        completion: messages.RayCompletion,
+        now: Seconds,
+        observed: Mapping[str, float],
+        arrays: Sequence[messages.Bytes],
+    ) -> None:
+        """Have the policy decide on a Δ."""
+        replica, _, attempt, version, samples, finite, loss, figures = completion
+        self.records[replica].measured(figures)
+        self.executor.undecided[replica, attempt] = messages.state_of(self.executor.owner.state.layout, arrays)
+        mean = loss if samples else None
+        self.loop.arrived(Arrival(replica, version, attempt, samples, now, finite, mean, observed))
+
+    def cancelled(self, replica: ReplicaId, figures: Figures) -> None:
+        """Let a replica go on whose attempt was cancelled."""
+        self.records[replica].measured(figures)
+        self.coordinator.cancelled(replica)
+
+    def handled(self, now: Seconds) -> None:
+        """Evaluate what is due after a Δ, whose update may have taken time."""
+        self.loop.handled(now)
+
+    def excused(self, replica: ReplicaId, until_s: Seconds) -> None:
+        """Note a delay of a replica that the job asked for."""
+        self.records[replica].excused_s = until_s
+
+    def done(self, replica: ReplicaId, figures: Figures, step_times: Sequence[Seconds]) -> None:
+        """Note that a replica's loop has ended."""
+        record = self.records[replica]
+        record.measured(figures)
+        record.step_times, record.finished = [*step_times], True
+        if self.phase == "training":
+            self.coordinator.left(replica, "done")
+
+    def lost(self, replica: ReplicaId, status: str, now: Seconds, replaced: bool) -> None:
+        """Note that a replica's actor has died, and whether another makes its attempt anew, or the policy has P - 1.
+
+        Raises:
+            WorkerError: it has died too often at this step.
+        """
+        record, present = self.records[replica], replica in self.coordinator.present
+        record.lost()
+        self.starting.pop(replica, None)
+        if self.phase != "training":
+            return
+        if not present:  # it has made its last step, and can be called back no more
+            self.coordinator.left(replica, "died")
+            return
+        self.loop.exits.append(ReplicaExit(replica, f"{status}; replaced" if replaced else status, now))
+        if replaced:
+            self._deaths.died(replica, self.completed(replica), status)
+            self.starting[replica] = now
+        else:
+            record.dead = True
+            self.coordinator.left(replica, "died")
+
+    def evaluated(self, record: Record) -> None:
+        """Keep the record of the oldest snapshot."""
+        self.queue.snapshots.popleft()
+        self.loop.keep([record])
+
+    def remarked(self, notes: Mapping[str, str]) -> None:
+        """Keep remarks about replicas."""
+        self.notes |= notes
+
+    def finish(self, now: Seconds, score: bool) -> None:
+        """End training: no replica computes any more."""
+        self.phase, self.seconds = "scoring", now
+        self.coordinator.finish()
+        for replica in range(len(self.records)):
+            self.executor.dismiss(replica)
+        if score:
+            self.loop.evaluate_final(now)
+
+    # ---------------------------------------------------------------------------------------------------- questions
+
+    def completed(self, replica: ReplicaId) -> int:
+        """Return the newest attempt of a replica that is complete."""
+        return self.records[replica].attempt - (replica in self.coordinator.computing)
+
+    def assignment(self, run: int, replica: ReplicaId) -> messages.ReplicaAssignment:
+        """Return the part of the actor that is to be this replica from now on."""
+        first = self.coordinator.positions[replica].clock - self.context.positions[replica].clock
+        incarnation = self.records[replica].incarnation
+        return messages.ReplicaAssignment(run, replica, incarnation, self.completed(replica), first)
+
+    def takes(self, replica: ReplicaId, incarnation: int, attempt: int) -> bool:
+        """Return whether a Δ is awaited: it is of the present actor, and was not taken before."""
+        record, coordinator = self.records[replica], self.coordinator
+        awaited = replica in coordinator.present and replica in coordinator.computing
+        return awaited and (incarnation, attempt) == (record.incarnation, record.attempt)
+
+    def counts(self) -> tuple[int, int]:
+        """Return the numbers of updates and of Δs."""
+        return self.coordinator.version, self.coordinator.tally.gradients
+
+    def _evaluate(self, now: Seconds) -> None:
+        self.queue.snapshots.append((self.executor.owner.state, self.loop.history.snapshot(now)))
+
+    # ------------------------------------------------------------------------------------------------------- copies
+
+    def copy(self) -> "CopiedState":
+        """Return the state as it is, between two events; to be sent before the next."""
+        executor, arrays_of = self.executor, messages.arrays_of
+        parts = {
+            "loop": self.loop,
+            "records": executor.replicas,
+            "version": executor.version,
+            "sent": executor.sent,
+            "undecided": {name: arrays_of(delta) for name, delta in executor.undecided.items()},
+            "statistics": executor.statistics,
+            "snapshots": [(arrays_of(state), info) for state, info in self.queue.snapshots],
+            "own": {name: getattr(self, name) for name in _OWN},
+        }
+        stream = io.BytesIO()
+        pickler = _Pickler(stream, {id(obj): name for name, obj in self._shared().items()})
+        pickler.dump(parts)
+        tensors = {chunk.name: chunk for chunk in executor.owner.chunks()}
+        optimizer = executor.owner.flat_optimizer.state_json()
+        return CopiedState(stream.getvalue(), pickler.arrays, messages.pack((optimizer, tensors)))
+
+    def _restore(self, copied: "CopiedState") -> None:
+        executor, layout = self.executor, self.executor.owner.state.layout
+        parts = _Unpickler(io.BytesIO(copied.parts), self._shared(), copied.arrays).load()
+        self.loop = parts["loop"]
+        executor.replicas, executor.version, executor.sent = parts["records"], parts["version"], parts["sent"]
+        executor.statistics = parts["statistics"]
+        executor.undecided = {n: messages.state_of(layout, a) for n, a in parts["undecided"].items()}
+        self.queue.snapshots.extend((messages.state_of(layout, a), info) for a, info in parts["snapshots"])
+        for name, value in parts["own"].items():
+            setattr(self, name, value)
+        optimizer, tensors = messages.unpack(copied.optimizer)
+        checkpoint = _CopiedTensors.of(tensors)
+        checkpoint.read_into(whole_chunks(executor.owner.state))
+        executor.owner.flat_optimizer.restore(optimizer, checkpoint)
+
+    def _shared(self) -> dict[str, Any]:
+        """Return what a copy refers to by name, for the other process has its own."""
+        context, executor = self.context, self.executor
+        return {
+            "state": self,
+            "context": context,
+            "job": context.job,
+            "policy": context.policy,
+            "executor": executor,
+            "owner": executor.owner,
+        }
+
+
+# Attributes of a state that a copy has as they are.
+_OWN = ("phase", "began", "seconds", "starting", "notes", "_deaths")
+
+
+class CopiedState(NamedTuple):
+    """A state on its way to another process."""
+
+    parts: bytes
+    arrays: list[messages.Bytes]
+    """Vectors that are never written again."""
+    optimizer: list[messages.Bytes]
+    """A, and the optimizer's state."""
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    """Leaves arrays out, and what the other process has as well."""
+
+    def __init__(self, file: io.BytesIO, shared: Mapping[int, str]) -> None:
+        super().__init__(file, protocol=5)
+        self.arrays: list[messages.Bytes] = []
+        self._shared, self._index = shared, dict[int, int]()
+
+    def persistent_id(self, obj: Any) -> str | int | None:
+        if not isinstance(obj, np.ndarray):
+            return self._shared.get(id(obj))
+        if id(obj) not in self._index:
+            self._index[id(obj)] = len(self.arrays)
+            self.arrays.append(obj)
+        return self._index[id(obj)]
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts them in again."""
+
+    def __init__(self, file: io.BytesIO, shared: Mapping[str, Any], arrays: Sequence[messages.Bytes]) -> None:
+        super().__init__(file)
+        self._shared, self._arrays = shared, arrays
+
+    def persistent_load(self, pid: str | int) -> Any:
+        return self._arrays[pid] if isinstance(pid, int) else self._shared[pid]
+
+
+class _CopiedTensors(Checkpoint):
+    """Tensors of another process, read as those of a checkpoint."""
+
+    chunks: Mapping[str, TensorChunk]
+
+    @classmethod
+    def of(cls, chunks: Mapping[str, TensorChunk]) -> "_CopiedTensors":
+        """Return these chunks, each a whole tensor, by name."""
+        infos = {n: TensorInfo(c.shape, str(c.tensor.dtype).removeprefix("torch."), ()) for n, c in chunks.items()}
+        made = cls(Path("the server's copy"), Manifest(head={}, files={}, tensors=infos))
+        object.__setattr__(made, "chunks", chunks)
+        return made
+
+    def read_into(self, chunks: Iterable[TensorChunk]) -> None:
+        for chunk in chunks:
+            chunk.tensor.copy_(self.chunks[chunk.name].tensor)
