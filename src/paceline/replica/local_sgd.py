@@ -25,10 +25,13 @@ class _SteppingReplica(Replica):
     Args:
         program: gives loss, optimizer and scheduler.
         autograd: computes gradients.
+        refuses: whether it makes no step by a gradient, or at a loss, that is not finite.
     """
 
-    def __init__(self, program: Program, autograd: Autograd) -> None:
-        self._program, self._autograd = program, autograd
+    def __init__(self, program: Program, autograd: Autograd, *, refuses: bool = False) -> None:
+        self._program, self._autograd, self._refuses = program, autograd, refuses
+        self._refused = False
+        """Whether it made no step since A was adopted for that reason."""
         self._gradient = autograd.layout.new()
         self._flat_optimizer: FlatOptimizer | None = None
         self._losses, self._samples = 0.0, 0
@@ -50,9 +53,11 @@ class _SteppingReplica(Replica):
         if self._flat_optimizer is not None:
             gradient = self._gradient
             torch._foreach_copy_(gradient.views.parameters, autograd.take_gradients())
+            self._refused = self._refuses and not finite(gradient.parameters, loss)
             if bound is not None:
                 clip(gradient.parameters, bound)
-            self._flat_optimizer.step(gradient.parameters)
+            if not self._refused:
+                self._flat_optimizer.step(gradient.parameters)
         else:
             for parameter in autograd.parameters:
                 if parameter.grad is None:  # as on the CPU: it counts as a gradient of zero
@@ -222,10 +227,20 @@ class ShardedLocalSGD(Replica):
         return Measured(loss, self._samples, finite(out.parameters, 0.0))
 
 
+@final
 class WritesInPlace(_SteppingReplica):
-    """Steps the A that it is given in place, with an optimizer of its own: Hogwild."""
+    """Steps the A that it is given in place, with an optimizer of its own: Hogwild.
 
-    _bound: FlatState | None = None
+    A gradient that is not finite is not written: it would be everybody's in a moment, and each replica would report it.
+
+    Args:
+        program: gives loss, optimizer and scheduler.
+        autograd: computes gradients.
+    """
+
+    def __init__(self, program: Program, autograd: Autograd) -> None:
+        super().__init__(program, autograd, refuses=True)
+        self._bound: FlatState | None = None
 
     def adopt(self, state: FlatState) -> None:
         if self._bound is not state:
@@ -235,7 +250,10 @@ class WritesInPlace(_SteppingReplica):
         self._losses, self._samples = 0.0, 0
 
     def finish(self, out: FlatState) -> Measured:
-        return self._measured(out)
+        del out  # A, which others write, too
+        if not self._samples:
+            return Measured(math.nan, 0, True)
+        return Measured(self._losses / self._samples, self._samples, not self._refused)
 
 
 def mix(own: FlatState, sent: FlatState, rule: Adopt) -> None:
