@@ -1,6 +1,7 @@
 """What is written is what is read, by any split, and it appears whole or not at all."""
 
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from torch import Tensor
 
 from paceline.checkpoint.base import TensorChunk, chunks_of_range
 from paceline.checkpoint.manifest import DTYPES, Manifest
+from paceline.checkpoint.options import CheckpointOptions
 from paceline.checkpoint.reader import Checkpoint, newest
 from paceline.checkpoint.writer import CheckpointWriter, SaveResult
+from paceline.core.errors import InputError
 
 RUN = "ab12"
 
@@ -163,6 +166,37 @@ def test_parts_make_one_checkpoint(tmp_path: Path) -> None:
     files = [f"part-{part}.safetensors" for part in range(3)]
     assert sorted(os.listdir(checkpoint.folder)) == ["manifest.json", *files]
     assert os.listdir(tmp_path / "ckpt") == ["step-2"]
+
+
+def test_a_folder_is_written_by_one_run_at_a_time(writer: CheckpointWriter, tmp_path: Path) -> None:
+    """Another run neither writes there nor clears up what this one is writing, until this one has ended."""
+    folder, chunks = tmp_path / "ckpt", [TensorChunk.whole("w", torch.ones(3))]
+    assert save(writer, 1, chunks).error is None
+    left = folder / f".step-2.{RUN}.partial"
+    left.mkdir()  # a part of it is complete, and waits for the others
+    other = CheckpointWriter(folder, run="cd34", keep=1, timeout_s=30.0)
+    try:
+        for _ in range(2):
+            assert "another run that has not ended writes" in str(save(other, 2, chunks).error)
+        assert sorted(path.name for path in folder.iterdir()) == [left.name, "step-1"]
+        with pytest.raises(InputError, match=r"writes its checkpoints to .*ckpt; end that one first"):
+            CheckpointOptions.of(folder).check_free()
+        writer.close()
+        CheckpointOptions.of(folder).check_free()
+        assert save(other, 2, chunks).error is None
+        assert [path.name for path in folder.iterdir()] == ["step-2"]
+    finally:
+        other.close()
+
+
+def test_a_folder_that_was_removed_is_made_anew(writer: CheckpointWriter, tmp_path: Path) -> None:
+    chunks = [TensorChunk.whole("w", torch.ones(3))]
+    for version in (1, 2):
+        assert save(writer, version, chunks).error is None
+        shutil.rmtree(tmp_path / "ckpt")
+    assert save(writer, 3, chunks).error is None
+    with pytest.raises(InputError, match="another run"):
+        CheckpointOptions.of(tmp_path / "ckpt").check_free()
 
 
 def test_a_manifest_comes_back(writer: CheckpointWriter, tmp_path: Path) -> None:
