@@ -1,7 +1,10 @@
 """What is written is what is read, by any split, and it appears whole or not at all."""
 
 import os
+import random
 import shutil
+import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -202,3 +205,30 @@ def test_a_folder_that_was_removed_is_made_anew(writer: CheckpointWriter, tmp_pa
 def test_a_manifest_comes_back(writer: CheckpointWriter, tmp_path: Path) -> None:
     manifest = saved(writer, tmp_path, split("ranges", torch.randn(5, 7, 2), 3)).manifest
     assert Manifest.parse(manifest.to_json().encode(), Path("m")) == manifest
+
+
+@pytest.mark.parametrize("trials", [10, 150])
+def test_killed_at_any_time_while_the_same_name_is_written_again(
+    writer: CheckpointWriter, tmp_path: Path, trials: int
+) -> None:
+    """There is the newer one or the older one, whole; what the killed ones have left goes with the next."""
+    moments, last, killed = random.Random(trials), -1, 0
+    for value in range(trials):
+        writer.begin(1, [TensorChunk.whole("w", torch.full((300_000,), value))], {})
+        time.sleep(moments.uniform(0.0, 0.02 if value % 2 else 0.4))  # while it starts, and while it writes
+        os.kill(writer._process.pid, signal.SIGKILL)
+        result = writer.wait(60.0)
+        assert result is not None
+        killed += result.error is not None
+        checkpoint, damaged = newest(tmp_path / "ckpt")
+        assert not damaged
+        if checkpoint is not None:
+            found = checkpoint.read("w")
+            assert found.min() == found.max()
+            assert found[0] in (last, value)
+            last = int(found[0])
+        else:
+            assert last == -1
+    assert killed > trials / 4
+    assert save(writer, 1, [TensorChunk.whole("w", torch.zeros(3))]).error is None
+    assert [path.name for path in (tmp_path / "ckpt").iterdir()] == ["step-1"]
