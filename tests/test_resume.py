@@ -1,6 +1,7 @@
 """Runs that go on from a checkpoint: as they were, as something else, from an earlier one, and what is refused."""
 
 import functools
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from paceline import InputError, Run, load, resume, train
+from paceline.api.train import train_with
 from paceline.engine.checkpointing import Checkpointer
 from tests.engine import programs
 
@@ -141,3 +143,34 @@ def test_what_out_could_not_save_is_in_the_run(
     assert list(tmp_path.iterdir()) == []
     run.save(tmp_path / "b")
     assert same(load(tmp_path / "b"), run)
+
+
+def test_it_is_looked_up_and_verified_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = begun(tmp_path)
+    monkeypatch.delattr("paceline.train_options.find")
+    assert same(run, resume(tmp_path, programs.program(), **QUIET))
+
+
+@pytest.mark.parametrize("becomes", ["gone", "damaged"])
+@pytest.mark.parametrize("engine", ["virtual", "local"])
+def test_what_becomes_of_it_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, becomes: str, engine: str
+) -> None:
+    """It is verified once more as it is read, by whoever reads it."""
+    begun(tmp_path)
+    newest = max(tmp_path.glob("step-*"), key=lambda folder: int(folder.name[5:]))
+    part = newest / "part-0.safetensors"
+
+    def meanwhile(*args: Any, **options: Any) -> Run:
+        if becomes == "gone":
+            shutil.rmtree(newest)
+        else:
+            part.write_bytes(part.read_bytes()[:-1] + b"?")
+        return train_with(*args, **options)
+
+    monkeypatch.setattr("paceline.api.resume.train_with", meanwhile)
+    with pytest.raises(InputError) as refusal:
+        resume(tmp_path, programs.program(), engine=engine, steps=9, **QUIET)
+    named = newest / "manifest.json" if becomes == "gone" else part
+    assert str(named) in str(refusal.value)
+    assert ("is missing" if becomes == "gone" else "its SHA-256 is not") in str(refusal.value)

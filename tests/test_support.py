@@ -50,7 +50,6 @@ CASES = [
     ("ray", "replicas=2 aggregation=hogwild", {}),
     ("local", "shards=2 aggregation=hogwild", {}),
     ("local", "stages=2 aggregation=hogwild", {}),
-    ("local", "replicas=2 aggregation=hogwild", {"on_nonfinite": "skip"}),
     ("local", "replicas=2 aggregation=hogwild device=cuda", {}),
     ("distributed", "shards=2 compression=fp16", {}),
     ("distributed", "shards=2 shard_parameters=true", {}),

@@ -106,6 +106,17 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/engine/local/test_elastic.py::test_an_epoch_is_exact_though_replicas_die", KILLS, but_first=True),
     Thorough("tests/engine/local/test_elastic.py::test_an_epoch_is_exact_over_a_break", KILLS, but_first=True),
     Thorough("tests/cli/test_scale.py::test_a_run_is_scaled_up_and_down", COMMANDS),
+    Thorough(
+        "tests/engine/local/test_own_states.py::test_a_run_that_was_cut_ends_as_one_that_was_not",
+        PARITY,
+        but_first=True,
+    ),
+    Thorough(
+        "tests/checkpoint/test_writer.py::test_killed_at_any_time_while_the_same_name_is_written_again",
+        KILLS,
+        but_first=True,
+    ),
+    Thorough("tests/benchmarks/test_resharding.py::test_the_matrix_in_small", BENCHMARK),
     Thorough("tests/engine/local/test_suspects.py::test_one_that_is_stopped_is_replaced", KILLS, but_first=True),
     Thorough("tests/engine/test_distributed_sharded_failures.py", KILLS),
     Thorough("tests/engine/test_distributed_async_pipeline.py", PARITY, but_first=True),

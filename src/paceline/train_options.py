@@ -66,6 +66,8 @@ class TrainOptions:
     keep: int = 3
     resume: bool | str | os.PathLike[str] = False
     accept_changes: bool = False
+    found: tuple[Checkpoint | None, list[str]] | None = None
+    """What ``resume`` names, where it was found and verified already, as ``find`` returns it."""
 
     def check(self) -> None:
         """Raise InputError if an option has a value that it can't have."""
@@ -98,6 +100,7 @@ class TrainOptions:
             return None
         options = CheckpointOptions.of(self.checkpoint, self.checkpoint_every, self.keep)
         check_writable(options.folder)
+        options.check_free()
         goes_on = self.resume is True or (self.resume and Path(self.resume).absolute() == options.folder)
         if not goes_on and checkpoint_folders(options.folder):
             raise InputError(
@@ -115,7 +118,7 @@ class TrainOptions:
         if self.resume is False:
             return None
         folder = Path(self.checkpoint if self.resume is True else self.resume)  # type: ignore[arg-type]
-        checkpoint, damaged = find(folder)
+        checkpoint, damaged = self.found or find(folder)
         for sentence in damaged:
             print(f"paceline: passed over: {sentence}", file=sys.stderr)
         if checkpoint is None and self.resume is not True:

@@ -1,6 +1,10 @@
 """What is written is what is read, by any split, and it appears whole or not at all."""
 
 import os
+import random
+import shutil
+import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +16,10 @@ from torch import Tensor
 
 from paceline.checkpoint.base import TensorChunk, chunks_of_range
 from paceline.checkpoint.manifest import DTYPES, Manifest
+from paceline.checkpoint.options import CheckpointOptions
 from paceline.checkpoint.reader import Checkpoint, newest
 from paceline.checkpoint.writer import CheckpointWriter, SaveResult
+from paceline.core.errors import InputError
 
 RUN = "ab12"
 
@@ -165,6 +171,64 @@ def test_parts_make_one_checkpoint(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "ckpt") == ["step-2"]
 
 
+def test_a_folder_is_written_by_one_run_at_a_time(writer: CheckpointWriter, tmp_path: Path) -> None:
+    """Another run neither writes there nor clears up what this one is writing, until this one has ended."""
+    folder, chunks = tmp_path / "ckpt", [TensorChunk.whole("w", torch.ones(3))]
+    assert save(writer, 1, chunks).error is None
+    left = folder / f".step-2.{RUN}.partial"
+    left.mkdir()  # a part of it is complete, and waits for the others
+    other = CheckpointWriter(folder, run="cd34", keep=1, timeout_s=30.0)
+    try:
+        for _ in range(2):
+            assert "another run that has not ended writes" in str(save(other, 2, chunks).error)
+        assert sorted(path.name for path in folder.iterdir()) == [left.name, "step-1"]
+        with pytest.raises(InputError, match=r"writes its checkpoints to .*ckpt; end that one first"):
+            CheckpointOptions.of(folder).check_free()
+        writer.close()
+        CheckpointOptions.of(folder).check_free()
+        assert save(other, 2, chunks).error is None
+        assert [path.name for path in folder.iterdir()] == ["step-2"]
+    finally:
+        other.close()
+
+
+def test_a_folder_that_was_removed_is_made_anew(writer: CheckpointWriter, tmp_path: Path) -> None:
+    chunks = [TensorChunk.whole("w", torch.ones(3))]
+    for version in (1, 2):
+        assert save(writer, version, chunks).error is None
+        shutil.rmtree(tmp_path / "ckpt")
+    assert save(writer, 3, chunks).error is None
+    with pytest.raises(InputError, match="another run"):
+        CheckpointOptions.of(tmp_path / "ckpt").check_free()
+
+
 def test_a_manifest_comes_back(writer: CheckpointWriter, tmp_path: Path) -> None:
     manifest = saved(writer, tmp_path, split("ranges", torch.randn(5, 7, 2), 3)).manifest
     assert Manifest.parse(manifest.to_json().encode(), Path("m")) == manifest
+
+
+@pytest.mark.parametrize("trials", [10, 150])
+def test_killed_at_any_time_while_the_same_name_is_written_again(
+    writer: CheckpointWriter, tmp_path: Path, trials: int
+) -> None:
+    """There is the newer one or the older one, whole; what the killed ones have left goes with the next."""
+    moments, last, killed = random.Random(trials), -1, 0
+    for value in range(trials):
+        writer.begin(1, [TensorChunk.whole("w", torch.full((300_000,), value))], {})
+        time.sleep(moments.uniform(0.0, 0.02 if value % 2 else 0.4))  # while it starts, and while it writes
+        os.kill(writer._process.pid, signal.SIGKILL)
+        result = writer.wait(60.0)
+        assert result is not None
+        killed += result.error is not None
+        checkpoint, damaged = newest(tmp_path / "ckpt")
+        assert not damaged
+        if checkpoint is not None:
+            found = checkpoint.read("w")
+            assert found.min() == found.max()
+            assert found[0] in (last, value)
+            last = int(found[0])
+        else:
+            assert last == -1
+    assert killed > trials / 4
+    assert save(writer, 1, [TensorChunk.whole("w", torch.zeros(3))]).error is None
+    assert [path.name for path in (tmp_path / "ckpt").iterdir()] == ["step-1"]

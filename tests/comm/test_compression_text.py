@@ -1,6 +1,6 @@
 """Compressions as text, and how one of your own joins them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from paceline import Strategy, register
 from paceline.compression import Compression, canonical, parse
-from paceline.compression.base import Shape
+from paceline.compression.base import Stateless
 from paceline.compression.bf16 import Bf16
 from paceline.compression.fp16 import Fp16
 from paceline.compression.powersgd import PowerSgd
@@ -71,11 +71,8 @@ def registry() -> Iterator[None]:
 def test_one_file_adds_a_compression() -> None:
     @register("signs")
     @dataclass(frozen=True)
-    class Signs(Compression[None]):
+    class Signs(Stateless):
         scale: float = 1.0
-
-        def start(self, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
-            return None
 
         def all_reduce(self, state: None, gradient: torch.Tensor, group: dist.ProcessGroup) -> int:
             return 0

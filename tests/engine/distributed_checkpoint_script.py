@@ -51,6 +51,8 @@ CASES = {
         ("replicas=2 shard_parameters=true", "adamw"),
         ("stages=2 cuts=4 micro_batches=2", "nadam"),
         ("shards=2", "adamw"),
+        ("replicas=2 compression=top-k:ratio=0.2", "sgd"),
+        ("replicas=2 compression=powersgd:rank=1", "adamw"),
     ],
     4: [
         ("replicas=2 stages=2 cuts=4 micro_batches=2", "nadam"),
@@ -81,7 +83,7 @@ def cut_in_two(strategy: str, optimizer: str) -> None:
     whole = TRAIN(it, strategy, steps=WHOLE)
     TRAIN(it, strategy, steps=PART, checkpoint=place, checkpoint_every="4 steps")
     resumed = TRAIN(it, strategy, steps=WHOLE, checkpoint=place, checkpoint_every="4 steps", resume=True)
-    assert f"went on from update {PART} of {place / f'step-{PART}'}" in resumed.summary["notes"]["resumed"]
+    assert resumed.summary["notes"]["resumed"] == f"went on from update {PART} of {place / f'step-{PART}'}"
     assert_equal(whole, resumed, strategy)
     if "stages" in strategy:
         cuts = [Checkpoint.open(place / f"step-{at}").manifest.head["run"]["engine"]["cut"] for at in (PART, WHOLE)]

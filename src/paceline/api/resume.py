@@ -5,13 +5,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.api.train import train
+from paceline.api.train import train_with
 from paceline.checkpoint.reader import find
 from paceline.core.errors import InputError
 from paceline.engine.base import Engine
 from paceline.program import Program
 from paceline.run import Run
 from paceline.strategy import Strategy
+from paceline.train_options import TrainOptions
 
 _BUDGET = ("steps", "epochs", "seconds", "until")
 
@@ -47,7 +48,7 @@ def resume(
         paceline.resume("ckpt", program, "replicas=2 stages=2", engine="ray", steps=2000)
     """
     path = Path(folder)
-    found, _ = find(path)  # train finds it once more, and says what was passed over
+    found, damaged = find(path)
     if found is None:
         raise InputError(f"{path} has no sound checkpoint; write the folder that checkpoint= named")
     head = found.manifest.head
@@ -63,7 +64,10 @@ def resume(
         defaults |= _values(head.get("budget"), (*_BUDGET, "evaluate_every"))
     if path.absolute() != found.folder:
         defaults |= {"checkpoint": path} | _values(head.get("interval"), ("checkpoint_every", "keep"))
-    return train(program, strategy, engine=engine, resume=path, **defaults | settings)
+    settings = defaults | settings
+    output = {name: settings.pop(name) for name in ("progress", "out", "tensorboard") if name in settings}
+    options = TrainOptions(**settings, resume=path, found=(found, damaged))
+    return train_with(program, strategy, engine, options, **output)
 
 
 def _text(folder: Path, head: Mapping[str, Any], name: str) -> str:

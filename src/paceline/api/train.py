@@ -133,6 +133,20 @@ def train(
         steps, epochs, seconds, until, evaluate_every, delay, times, trace, on_nonfinite, on_death,
         suspect_after_s, timeout_s, loop, noise_scale, checkpoint, checkpoint_every, keep, resume, accept_changes,
     )  # fmt: skip
+    return train_with(program, strategy, engine, options, progress=progress, out=out, tensorboard=tensorboard)
+
+
+def train_with(
+    program: Program,
+    strategy: Strategy | str,
+    engine: str | Engine,
+    options: TrainOptions,
+    *,
+    progress: bool | None = None,
+    out: str | Path | None = None,
+    tensorboard: bool = False,
+) -> Run:
+    """Train as :func:`train` does, all of whose other arguments are ``options``."""
     # Refused now rather than after hours of training.
     folder = check_out(out) if out is not None else None
     if tensorboard:

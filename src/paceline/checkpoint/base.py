@@ -19,8 +19,10 @@ from paceline.core.errors import InputError
 
 # Names of optimizer state begin so: optimizer/<slot>/<full name of the parameter>.
 OPTIMIZER = "optimizer/"
-# Names that no parameter may begin with: Δs that are held, versions that attempts read, and what replicas keep.
-RESERVED = (OPTIMIZER, "delta/", "read/", "replica/")
+# Names of what a lossy compression keeps begin so.
+COMPRESSION = "compression/"
+# Names that no parameter may begin with: also of Δs that are held, versions that attempts read, what replicas keep.
+RESERVED = (OPTIMIZER, COMPRESSION, "delta/", "read/", "replica/")
 
 
 _DTYPES = {getattr(torch, name): name for name in DTYPES}

@@ -3,15 +3,20 @@
 import math
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import InputError, check_int
+from paceline.core.safe_files import lock_alone
 from paceline.core.types import Seconds
 
 # Seconds of each unit of time.
 _UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
+# How long a run that was killed may hold the lock on its folder.
+LOCK_WAIT_S: Seconds = 2.0
+
 _INTERVAL = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(s|sec|min|h|steps?)\s*")
 
 
@@ -40,6 +45,16 @@ class CheckpointOptions:
         every = f"{self.every_s:g} s" if self.every_s is not None else f"{self.every_steps:g} steps"
         return {"checkpoint_every": every, "keep": self.keep}
 
+    def check_free(self) -> None:
+        """Raise InputError if another run, which has not ended, writes its checkpoints into the folder."""
+        with suppress(FileNotFoundError):
+            try:
+                handle = lock_alone(self.folder, LOCK_WAIT_S)
+            except BlockingIOError:
+                raise InputError(other_run(self.folder)) from None
+            if handle is not None:
+                os.close(handle)
+
     @classmethod
     def of(
         cls, checkpoint: str | os.PathLike[str], every: str | float | None = None, keep: int = 3
@@ -63,6 +78,14 @@ class CheckpointOptions:
         number, unit = _interval(5 * 60.0 if every is None else every)
         folder = Path(checkpoint).absolute()
         return cls(folder, None, number, keep) if unit.startswith("step") else cls(folder, number, None, keep)
+
+
+def other_run(folder: Path) -> str:
+    """Return the sentence for a folder that another run writes to."""
+    return (
+        f"another run that has not ended writes its checkpoints to {folder}; end that one first, or write another "
+        "folder, checkpoint='ckpt-2' for instance"
+    )
 
 
 def _interval(every: str | float) -> tuple[float, str]:

@@ -8,11 +8,11 @@ Reading intersects the rectangles that are wanted with those that are stored::
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -71,6 +71,11 @@ class Checkpoint:
     def names(self, prefix: str = "") -> list[str]:
         """Return the names of its tensors that begin with ``prefix``."""
         return [name for name in self.manifest.tensors if name.startswith(prefix)]
+
+    def info(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """Return shape and dtype of a full tensor; None if there is none of this name."""
+        info = self.manifest.tensors.get(name)
+        return None if info is None else (info.shape, getattr(torch, info.dtype))
 
     def under(self, prefix: str) -> "Checkpoint":
         """Return the tensors whose names begin with ``prefix``, by the rest of their names."""
@@ -158,6 +163,40 @@ class _Part(Checkpoint):
 
     def _verify_file(self, name: str) -> None:
         self.whole._verify_file(name)
+
+
+class TensorSource(Protocol):
+    """Tensors by full name that can be read into any split: a checkpoint, or memory."""
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Return the names that begin with ``prefix``."""
+
+    def info(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """Return shape and dtype of a full tensor; None if there is none of this name."""
+
+    def read_into(self, chunks: Iterable[TensorChunk]) -> None:
+        """Fill chunks."""
+
+
+@dataclass(frozen=True)
+class TensorsInMemory:
+    """Full tensors by name."""
+
+    tensors: Mapping[str, Tensor]
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Return the names that begin with ``prefix``."""
+        return [name for name in self.tensors if name.startswith(prefix)]
+
+    def info(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """Return shape and dtype; None if there is none of this name."""
+        tensor = self.tensors.get(name)
+        return None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+
+    def read_into(self, chunks: Iterable[TensorChunk]) -> None:
+        """Fill chunks, each of which is a whole tensor."""
+        for chunk in chunks:
+            chunk.tensor.detach().copy_(self.tensors[chunk.name])
 
 
 def find(path: Path) -> tuple[Checkpoint | None, list[str]]:

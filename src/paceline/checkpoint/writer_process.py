@@ -9,7 +9,8 @@ process that it works for does, whatever it is doing then. What it does at which
     step-1200/                                        renamed; an older folder of this name takes the partial one's
     step-900/                                         removed if ``keep`` newer ones are sound
 
-A partial folder is locked while anybody writes it. One without a lock is left over, and the next writer removes it.
+A partial folder is locked while anybody writes it. One without a lock is left over, and the next writer removes it. The
+folder of all checkpoints is locked by part 0 from its first save to its end, so that no two runs write there.
 """
 
 import errno
@@ -41,9 +42,10 @@ from paceline.checkpoint.manifest import (
     checkpoint_folders,
     chunk_key,
 )
+from paceline.checkpoint.options import LOCK_WAIT_S, other_run
 from paceline.comm import linux, liveness
 from paceline.core.errors import InputError, PacelineError, WaitTimeoutError
-from paceline.core.safe_files import locked, naming, read_bytes, reading, remove_leftover, sync
+from paceline.core.safe_files import lock_alone, locked, naming, read_bytes, reading, remove_leftover, sync
 from paceline.core.types import Seconds, Version
 
 # Bytes that are hashed and written at a time.
@@ -73,6 +75,8 @@ class PartWriter:
     timeout_s: Seconds
     _sound: set[str] = field(default_factory=set[str], init=False)
     """Checkpoints that this process has written or verified."""
+    _locks: dict[int, int] = field(default_factory=dict[int, int], init=False)
+    """Of the folder, by its inode: the file descriptor that holds the lock."""
 
     def save(self, request: dict[str, Any], staging: memoryview) -> int:
         """Write this part of a checkpoint; as part 0, wait for the others and commit.
@@ -91,11 +95,12 @@ class PartWriter:
         """
         version: Version = request["version"]
         partial = self.folder / f".step-{version}.{self.run}.partial"
-        if self.part == 0:
-            self._remove_leftovers(version)
         if not self.folder.is_dir():
             self.folder.mkdir(parents=True, exist_ok=True)
             sync(self.folder.parent)
+        if self.part == 0:
+            self._lock_folder()
+            self._remove_leftovers(version)
         partial.mkdir(exist_ok=True)
         try:
             with locked(partial):
@@ -107,6 +112,17 @@ class PartWriter:
             if self.part == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
+
+    def _lock_folder(self) -> None:
+        inode = self.folder.stat().st_ino  # it may have been removed, and made anew
+        if inode in self._locks:
+            return
+        try:
+            handle = lock_alone(self.folder, LOCK_WAIT_S)
+        except BlockingIOError:
+            raise PacelineError(other_run(self.folder)) from None
+        if handle is not None:
+            self._locks[inode] = handle
 
     def _write_part(self, partial: Path, chunks: Sequence[Sequence[Any]], staging: memoryview) -> Manifest:
         path = partial / f"part-{self.part}.safetensors"

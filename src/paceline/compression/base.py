@@ -24,12 +24,12 @@ A compression of your own is one file. A Strategy reads its name without torch, 
 
     @register("signs")
     @dataclass(frozen=True)
-    class Signs(Compression[None]):
+    class Signs(Stateless):
         scale: float = 1.0                     # text form: signs:scale=0.5
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, final
 
 from paceline.core.errors import InputError
@@ -47,6 +47,8 @@ Tensor: TypeAlias = "torch.Tensor"
 DType: TypeAlias = "torch.dtype"
 Device: TypeAlias = "torch.device | str"
 Group: TypeAlias = "dist.ProcessGroup"
+# What one rank alone has not sent yet, and by name what is the same on all.
+Kept: TypeAlias = "tuple[torch.Tensor | None, Mapping[str, torch.Tensor]]"
 
 S = TypeVar("S")
 
@@ -81,6 +83,14 @@ class Compression(ABC, Generic[S]):
             The bytes that this rank has sent: :func:`ring_bytes` for all-reduces, :func:`gather_bytes` for all-gathers.
         """
 
+    @abstractmethod
+    def kept(self, state: S) -> Kept:
+        """Return what a run that goes on must have of a state: tensors of the state, which may be written.
+
+        Returns:
+            What this rank has not sent yet, as long as the gradient; and by name what is the same on all ranks.
+        """
+
     def __str__(self) -> str:
         return text_of(self)
 
@@ -91,6 +101,11 @@ class Stateless(Compression[None]):
     @final
     def start(self, shapes: Sequence[Shape], dtype: DType, device: Device = "cpu") -> None:
         del shapes, dtype, device
+
+    @final
+    def kept(self, state: None) -> Kept:
+        del state
+        return None, {}
 
 
 def parse(text: str) -> Compression[Any]:

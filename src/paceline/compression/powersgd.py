@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from paceline.compression.base import Compression, Device, DType, Group, Shape, Tensor, all_reduce
+from paceline.compression.base import Compression, Device, DType, Group, Kept, Shape, Tensor, all_reduce
 from paceline.core.errors import check_int
 from paceline.core.registry import register
 
@@ -111,6 +111,9 @@ class PowerSgd(Compression[LowRankState]):
         for parameter, total in zip(whole, sums[: len(whole)], strict=True):
             parameter.copy_(total)
         return sent_bytes + second_bytes
+
+    def kept(self, state: LowRankState) -> Kept:
+        return state.residual, {f"query/{i}": query for i, query in enumerate(state.queries)}
 
 
 def _orthonormal(columns: Tensor) -> Tensor:

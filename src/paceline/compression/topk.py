@@ -19,7 +19,7 @@ from typing import final
 
 import numpy as np
 
-from paceline.compression.base import Compression, Device, DType, Group, Shape, Tensor, gather_bytes
+from paceline.compression.base import Compression, Device, DType, Group, Kept, Shape, Tensor, gather_bytes
 from paceline.core.errors import check_number
 from paceline.core.registry import register
 
@@ -57,7 +57,7 @@ class TopK(Compression[SparseState]):
         import torch.distributed as dist
 
         gradient.add_(state.residual)
-        magnitudes, k = gradient.abs(), self.kept(len(gradient))
+        magnitudes, k = gradient.abs(), self.sent(len(gradient))
         # What is no number counts as larger than all.
         if magnitudes.device.type == "cpu":  # torch.topk of 2.13 takes four times as long for 1 % of 6 million
             indices = torch.from_numpy(np.argpartition(magnitudes.numpy(), -k)[-k:])
@@ -76,10 +76,13 @@ class TopK(Compression[SparseState]):
             gradient.index_add_(0, rank_indices, rank_values)
         return gather_bytes(indices, group.size()) + gather_bytes(values, group.size())
 
-    def kept(self, elements: int) -> int:
+    def kept(self, state: SparseState) -> Kept:
+        return state.residual, {}
+
+    def sent(self, elements: int) -> int:
         """Return k, how many of n elements are sent: at least one.
 
-        >>> TopK(ratio=0.01).kept(1060)
+        >>> TopK(ratio=0.01).sent(1060)
         11
         """
         return min(elements, max(1, round(self.ratio * elements)))

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import stat
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +23,7 @@ from typing import Any, TextIO
 
 from paceline.core.errors import InputError
 from paceline.core.formatting import printable
+from paceline.core.types import Seconds
 
 # Size of a file that is read at once.
 LARGEST_BYTES = 1 << 28
@@ -76,6 +78,36 @@ def locked(path: Path, operation: int = fcntl.LOCK_SH) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def lock_alone(path: Path, timeout_s: Seconds) -> int | None:
+    """Lock a file or folder for this process alone, and return the file descriptor that holds the lock.
+
+    Args:
+        path: of the file or folder.
+        timeout_s: how long another process may hold it; one that was killed takes a moment to end.
+
+    Returns:
+        None: its file system has no locks.
+
+    Raises:
+        BlockingIOError: another process holds it.
+        OSError: there is no such path.
+    """
+    handle, deadline = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(handle)
+                raise
+            time.sleep(0.02)
+        except OSError:
+            os.close(handle)
+            return None
+        else:
+            return handle
 
 
 def sync(path: Path) -> None:

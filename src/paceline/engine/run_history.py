@@ -4,12 +4,16 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from paceline.checkpoint.base import COMPRESSION
+from paceline.compression.base import Stateless, parse
+from paceline.core.delta import InPlace
 from paceline.core.noise_scale import NoiseAccumulator
 from paceline.core.records import Account, Record, ReplicaExit, WorkerFigures
 from paceline.core.types import Seconds
 from paceline.engine.base import BudgetUnit, Progress
 from paceline.engine.coordinator import Coordinator
 from paceline.engine.evaluation import SnapshotInfo
+from paceline.engine.own_states import saved_states
 from paceline.engine.run_context import RunContext
 from paceline.engine.run_state import HistoryState, RunState
 
@@ -181,8 +185,14 @@ def _resume_note(context: RunContext, run: RunState, coordinator: Coordinator) -
         parts.append(f"with the policy begun anew{held}")
     if context.epochs_before:
         parts.append("with a new epoch of data of another length")
-    if context.local_sgd and context.job.engine != "virtual":
-        parts.append("with new optimizers in the replicas")
-    if context.job.strategy.compression != "none":
+    if context.local_sgd or isinstance(context.delta, InPlace):
+        kept = saved_states(context) if context.job.engine in ("local", "virtual") else {}
+        if new := [str(replica) for replica in range(context.replicas) if replica not in kept]:
+            parts.append(
+                f"with new optimizers in replicas {', '.join(new)}" if kept else "with new optimizers in the replicas"
+            )
+    text = context.job.strategy.compression
+    saved_residuals = context.replicas > 1 and context.job.resume.checkpoint.names(f"{COMPRESSION}{text}/")
+    if not isinstance(parse(text), Stateless) and not saved_residuals:
         parts.append("without what compression had kept for later")
     return ", ".join(parts)

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.checkpoint.base import OPTIMIZER, TensorChunk, slot_name
-from paceline.checkpoint.reader import Checkpoint
+from paceline.checkpoint.reader import TensorSource
 from paceline.checkpoint.scalars import is_scalar, scalar_of_json, scalar_to_json, scalars_to_json
 from paceline.core.errors import PacelineError
 from paceline.program import leaves
@@ -241,7 +241,7 @@ class FlatOptimizer:
     def restore(
         self,
         saved: Mapping[str, Any],
-        checkpoint: Checkpoint,
+        checkpoint: TensorSource,
         describe: Describe = describe_whole,
         *,
         options: bool = True,
@@ -269,20 +269,17 @@ class FlatOptimizer:
         if options and saved["class"] == type(self._optimizer).__qualname__:
             restore_groups(self._optimizer, saved["groups"])
 
-    def _create_state(self, scalars: Mapping[str, Any], checkpoint: Checkpoint, describe: Describe) -> None:
+    def _create_state(self, scalars: Mapping[str, Any], checkpoint: TensorSource, describe: Describe) -> None:
         """Create the state that torch.optim makes at its first step, for its values to be read into."""
-        tensors = checkpoint.manifest.tensors
         for parameter, entries in self._owned():
             state: dict[str, Any] = {}
             for slot in slots_of(checkpoint):
                 views = zip(entries, self._parts(entries, parameter.detach()), strict=True)
                 like = next((c for entry, view in views for c in describe(f"{OPTIMIZER}{slot}/", entry, view)), None)
-                if like is not None and (info := tensors.get(like.name)) is not None:
-                    dtype = getattr(torch, info.dtype)
-                    same = info.shape == like.shape
-                    state[slot] = (
-                        torch.zeros_like(parameter, dtype=dtype) if same else torch.zeros(info.shape, dtype=dtype)
-                    )
+                if like is not None and (info := checkpoint.info(like.name)) is not None:
+                    shape, dtype = info
+                    same = shape == like.shape
+                    state[slot] = torch.zeros_like(parameter, dtype=dtype) if same else torch.zeros(shape, dtype=dtype)
             for slot, values in scalars.items():
                 own = next(iter(self._names(parameter, entries, describe)), None)
                 if "all" in values or own in values["each"]:

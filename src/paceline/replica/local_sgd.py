@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch.optim import Optimizer
 
 from paceline.checkpoint.base import TensorChunk
-from paceline.checkpoint.reader import Checkpoint
+from paceline.checkpoint.reader import TensorSource
 from paceline.core.delta import Adopt, Keep, Mix
 from paceline.core.types import Clock
 from paceline.program import Program
@@ -19,16 +19,32 @@ from paceline.replica.optimizer_state import whole_chunks
 from paceline.replica.single import Autograd
 
 
+class KeepsState(Protocol):
+    """A replica that keeps an optimizer from Δ to Δ, and perhaps parameters of its own."""
+
+    def chunks(self) -> list[TensorChunk]:
+        """Return its tensors, between two Δs."""
+
+    def state_json(self) -> dict[str, Any] | None:
+        """Return what is no tensor; None: it has nothing of its own yet."""
+
+    def restore(self, saved: Mapping[str, Any], source: TensorSource, layout: FlatLayout) -> None:
+        """Go on with what it had, where ``saved`` is what is no tensor, and ``layout`` that of A."""
+
+
 class _SteppingReplica(Replica):
     """A replica with an optimizer of its own, which makes a step on each batch.
 
     Args:
         program: gives loss, optimizer and scheduler.
         autograd: computes gradients.
+        refuses: whether it makes no step by a gradient, or at a loss, that is not finite.
     """
 
-    def __init__(self, program: Program, autograd: Autograd) -> None:
-        self._program, self._autograd = program, autograd
+    def __init__(self, program: Program, autograd: Autograd, *, refuses: bool = False) -> None:
+        self._program, self._autograd, self._refuses = program, autograd, refuses
+        self._refused = False
+        """Whether it made no step since A was adopted for that reason."""
         self._gradient = autograd.layout.new()
         self._flat_optimizer: FlatOptimizer | None = None
         self._losses, self._samples = 0.0, 0
@@ -50,9 +66,11 @@ class _SteppingReplica(Replica):
         if self._flat_optimizer is not None:
             gradient = self._gradient
             torch._foreach_copy_(gradient.views.parameters, autograd.take_gradients())
+            self._refused = self._refuses and not finite(gradient.parameters, loss)
             if bound is not None:
                 clip(gradient.parameters, bound)
-            self._flat_optimizer.step(gradient.parameters)
+            if not self._refused:
+                self._flat_optimizer.step(gradient.parameters)
         else:
             for parameter in autograd.parameters:
                 if parameter.grad is None:  # as on the CPU: it counts as a gradient of zero
@@ -115,14 +133,14 @@ class LocalSGD(_SteppingReplica):
         """Return what of its own optimizer is no tensor; None: it has nothing of its own, and begins with an A."""
         return None if self._own is None or self._flat_optimizer is None else self._flat_optimizer.state_json()
 
-    def restore(self, saved: Mapping[str, Any], checkpoint: Checkpoint, layout: FlatLayout) -> None:
+    def restore(self, saved: Mapping[str, Any], source: TensorSource, layout: FlatLayout) -> None:
         """Go on from a checkpoint; ``saved`` is what :meth:`state_json` returned, and ``layout`` that of A."""
         own = layout.new()
-        checkpoint.read_into(whole_chunks(own))
+        source.read_into(whole_chunks(own))
         self._own, self._read = own, own.clone()
         self._begin(own)
         if self._flat_optimizer is not None:
-            self._flat_optimizer.restore(saved, checkpoint)
+            self._flat_optimizer.restore(saved, source)
 
     def finish(self, out: FlatState) -> Measured:
         assert self._own is not None, "finish before adopt"
@@ -222,20 +240,51 @@ class ShardedLocalSGD(Replica):
         return Measured(loss, self._samples, finite(out.parameters, 0.0))
 
 
+@final
 class WritesInPlace(_SteppingReplica):
-    """Steps the A that it is given in place, with an optimizer of its own: Hogwild."""
+    """Steps the A that it is given in place, with an optimizer of its own: Hogwild.
 
-    _bound: FlatState | None = None
+    A gradient that is not finite is not written: it would be everybody's in a moment, and each replica would report it.
+
+    Args:
+        program: gives loss, optimizer and scheduler.
+        autograd: computes gradients.
+    """
+
+    def __init__(self, program: Program, autograd: Autograd) -> None:
+        super().__init__(program, autograd, refuses=True)
+        self._bound: FlatState | None = None
+        self._restore: Callable[[FlatOptimizer], None] | None = None
+        """What its optimizer begins with; None: nothing."""
+
+    def chunks(self) -> list[TensorChunk]:
+        """Return its optimizer's state; none before the first A."""
+        return self._flat_optimizer.chunks() if self._flat_optimizer is not None else []
+
+    def state_json(self) -> dict[str, Any] | None:
+        """Return what of its optimizer is no tensor; None before the first A."""
+        return self._flat_optimizer.state_json() if self._flat_optimizer is not None else None
+
+    def restore(self, saved: Mapping[str, Any], source: TensorSource, layout: FlatLayout) -> None:
+        """Go on from a checkpoint, with the A that comes first; ``saved`` is what :meth:`state_json` returned."""
+        del layout
+        self._restore = lambda optimizer: optimizer.restore(saved, source)
 
     def adopt(self, state: FlatState) -> None:
         if self._bound is not state:
             self._autograd.bind(state)
             self._begin(state)
             self._bound = state
+            if self._restore is not None and self._flat_optimizer is not None:
+                self._restore(self._flat_optimizer)
+                self._restore = None
         self._losses, self._samples = 0.0, 0
 
     def finish(self, out: FlatState) -> Measured:
-        return self._measured(out)
+        del out  # A, which others write, too
+        if not self._samples:
+            return Measured(math.nan, 0, True)
+        return Measured(self._losses / self._samples, self._samples, not self._refused)
 
 
 def mix(own: FlatState, sent: FlatState, rule: Adopt) -> None:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.checkpoint.base import OPTIMIZER, TensorChunk
-from paceline.checkpoint.reader import Checkpoint
+from paceline.checkpoint.reader import TensorSource
 from paceline.checkpoint.scalars import options_to_json, scalar_of_json
 from paceline.replica.flat_state import FlatState, TensorEntry
 
@@ -38,9 +38,9 @@ def whole_chunks(state: FlatState, prefix: str = "") -> list[TensorChunk]:
     return [TensorChunk.whole(f"{prefix}{name}", tensor) for name, tensor in state.named()]
 
 
-def slots_of(checkpoint: Checkpoint) -> list[str]:
+def slots_of(source: TensorSource) -> list[str]:
     """Return the names of the optimizer's state tensors in a checkpoint, as torch.optim calls them."""
-    return list(dict.fromkeys(name.split("/")[1] for name in checkpoint.names(OPTIMIZER)))
+    return list(dict.fromkeys(name.split("/")[1] for name in source.names(OPTIMIZER)))
 
 
 def groups_to_json(optimizer: Optimizer) -> list[dict[str, Any]]:

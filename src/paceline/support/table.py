@@ -240,11 +240,6 @@ TABLE: tuple[Row, ...] = (
         "part of A of its own; write aggregation=asynchronous",
     ),
     Row(
-        lambda c: _in_place(c) and c.on_nonfinite == "skip",
-        "on_nonfinite=skip discards a Δ before it is applied, but aggregation={policy} has none: replicas write A in "
-        "place; write on_nonfinite='stop'",
-    ),
-    Row(
         lambda c: _in_place(c) and c.device != "cpu",
         "aggregation={policy} shares A in the host's memory, not on device={s.device}; write device=cpu",
     ),

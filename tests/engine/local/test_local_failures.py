@@ -1,5 +1,6 @@
 """What users' own code raises in another process reaches the caller with its traceback; nothing is left of the run."""
 
+import functools
 import gc
 import os
 import threading
@@ -247,7 +248,9 @@ def test_a_delta_that_is_not_finite_stops_the_run(local: Local, policy: str) -> 
         local(programs.program(), f"replicas=2 aggregation={policy}", steps=5, loop=poisoned(1, 3))
 
 
-@pytest.mark.parametrize("policy", ["synchronous", "asynchronous", "buffered:k=2,hold=false", "local-steps:period=1"])
+@pytest.mark.parametrize(
+    "policy", ["synchronous", "asynchronous", "buffered:k=2,hold=false", "local-steps:period=1", "hogwild"]
+)
 def test_or_is_discarded_and_counted(local: Local, policy: str) -> None:
     run = local(
         programs.program(), f"replicas=2 aggregation={policy}", steps=5, loop=poisoned(1, 3), on_nonfinite="skip"
@@ -255,4 +258,27 @@ def test_or_is_discarded_and_counted(local: Local, policy: str) -> None:
     assert run.summary["nonfinite"] == 1
     assert run.summary["discarded"] >= 1
     assert run.summary["gradients"] == 10
+    assert all(torch.isfinite(value).all() for value in run.state.values())
+
+
+EVEN = programs.program(train=programs.data(samples=48), optimizer=functools.partial(torch.optim.Adam, lr=0.01))
+"""3 and 4 replicas have batches without an empty one."""
+
+
+@pytest.mark.parametrize("bad", [0, 3])
+def test_under_hogwild_it_is_named_by_the_replica_that_had_it(local: Local, bad: int) -> None:
+    """A that had it would give it to all of them at once."""
+    for step in (2, 9, 17):
+        with pytest.raises(NonFiniteError, match=f"the Δ of replica {bad} at its step {step} is not finite"):
+            local(EVEN, "replicas=4 aggregation=hogwild", steps=20, loop=poisoned(bad, step))
+
+
+def test_under_hogwild_a_stays_finite_however_often_it_is_refused(local: Local) -> None:
+    def loop(worker: Any) -> None:
+        for made, (inputs, targets, _) in enumerate(worker.batches()):
+            worker.step((inputs * float("inf") if worker.replica == 1 and made % 3 == 0 else inputs, targets))
+
+    run = local(EVEN, "replicas=3 aggregation=hogwild", steps=30, loop=loop, on_nonfinite="skip")
+    assert run.summary["nonfinite"] == run.summary["discarded"] == 10
+    assert run.summary["updates"] == run.summary["applied"] == 80
     assert all(torch.isfinite(value).all() for value in run.state.values())

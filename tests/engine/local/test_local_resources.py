@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from paceline import InputError, PacelineError, Run, WorkerError, compare, train
+from paceline import PacelineError, Run, WorkerError, compare, train
 from paceline.comm.fork_server import ForkServer
 from paceline.engine.local.engine import PRELOAD, SPMD, LocalEngine
 from paceline.engine.local.fault_injection import EventScript
@@ -141,10 +141,3 @@ def test_a_model_that_memory_cannot_hold_is_refused_with_nothing_left(local: Loc
     with pytest.raises(PacelineError, match="bytes of shared memory can't be had"):
         local(program, "replicas=1000", steps=3)
     assert files() == before
-
-
-def test_hogwild_refuses_what_it_cannot_do(local: Local) -> None:
-    with pytest.raises(
-        InputError, match="on_nonfinite=skip discards a Δ before it is applied, but aggregation=hogwild"
-    ):
-        local(programs.program(), "replicas=2 aggregation=hogwild", steps=3, on_nonfinite="skip")

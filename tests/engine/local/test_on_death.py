@@ -63,6 +63,8 @@ def same(one: Run, other: Run) -> bool:
         ("replicas=2 shards=2", programs.mlp, dying),
         ("replicas=2 stages=2", programs.mlp, dying),
         ("replicas=1", programs.mlp, dying),
+        ("replicas=2 aggregation=local-steps:period=2", programs.dropout, dying),
+        ("replicas=2 aggregation=local-steps:period=2", programs.dropout, dying_within),
     ],
 )
 def test_a_replaced_replica_changes_no_bit(local: Local, tmp_path: Path, strategy: str, model: Any, loop: Any) -> None:
@@ -181,7 +183,7 @@ def test_replicas_of_several_workers_can_be_left_out_of_one_update(local: Local,
     ("settings", "strategy", "said"),
     [
         ({"on_death": "replce"}, "replicas=2", "did you mean 'replace'"),
-        ({"on_death": "replace", "engine": "virtual"}, "replicas=2", "is about processes"),
+        ({"on_death": "replace", "engine": "virtual"}, "replicas=2", "has no replicas that could die"),
         ({"on_death": "continue"}, "stages=2 schedule=pipedream micro_batches=4", "write schedule=1f1b"),
         ({"on_death": "replace"}, "replicas=2 shards=2 shard_optimizer=true", "leave shard_optimizer out"),
     ],

@@ -13,6 +13,7 @@ from torch import Size, Tensor
 
 from paceline.checkpoint.base import TensorChunk, chunks_of_range
 from paceline.engine.checkpointing import Snapshot
+from paceline.engine.distributed.kept_residuals import KeptResiduals
 from paceline.engine.distributed.zero1 import ZeroOptimizer
 from paceline.engine.run_state import ResumePoint
 from paceline.replica.flat_optimizer import FlatOptimizer
@@ -32,6 +33,7 @@ class HeldTensors:
         writes: name of a tensor of A -> whether this rank writes it; of several that have it, one does.
         writes_slot: a parameter of the optimizer's layout and its name -> whether this rank writes its state.
         writes_any: whether there is anything that this rank writes.
+        kept: by a lossy compression; None: there is none.
     """
 
     state: Sequence[TensorChunk]
@@ -40,6 +42,7 @@ class HeldTensors:
     writes: Callable[[str], bool]
     writes_slot: Callable[[TensorEntry, str], bool]
     writes_any: bool = True
+    kept: KeptResiduals | None = None
 
     def written(self) -> list[TensorChunk]:
         """Return the chunks that this rank writes."""
@@ -50,7 +53,8 @@ class HeldTensors:
                     yield chunk
 
         vectors = self.optimizer.chunks(describe) if self.optimizer is not None else []
-        return [*(chunk for chunk in self.state if self.writes(chunk.name)), *vectors]
+        kept = self.kept.written() if self.kept is not None else []
+        return [*(chunk for chunk in self.state if self.writes(chunk.name)), *vectors, *kept]
 
     def state_json(self) -> dict[str, Any]:
         """Return what of the optimizer's state is no tensor."""
@@ -62,6 +66,8 @@ class HeldTensors:
         checkpoint.read_into(self.state)
         if self.optimizer is not None:
             self.optimizer.restore(resume.optimizer, checkpoint, self.describe, options=resume.options)
+        if self.kept is not None:
+            self.kept.restore(resume, checkpoint)
 
     def copied(self, engine: Mapping[str, Any]) -> Snapshot:
         """Return copies of what this rank writes; ``engine`` is what only the engine understands."""

@@ -12,6 +12,7 @@ from paceline.core.mesh import Coordinate
 from paceline.core.types import Version
 from paceline.engine.distributed.fsdp import FsdpModule, FsdpReplica, FsdpUpdate
 from paceline.engine.distributed.held_tensors import HeldTensors, PartChunks, among, part_tensors, zero_tensors
+from paceline.engine.distributed.kept_residuals import KeptResiduals
 from paceline.engine.distributed.norms import DeltaNorms, NoiseObserver
 from paceline.engine.distributed.overlap import Overlap, build_overlap
 from paceline.engine.distributed.reduce_buffer import GradientSync, ModelParallelSync, ReduceBuffer
@@ -160,7 +161,13 @@ class WholeModelShard(RankShard):
         state = part.of(self.state)
         if isinstance(self.update, ZeroOptimizer):
             return zero_tensors(self.update, part, state, first=first, owned=setup.layout.names)
-        return HeldTensors(state, self.update.optimizer, part, lambda _: first, lambda *_: first, first)
+        kept, compression = None, setup.run_context.job.strategy.compression
+        if compression != "none" and isinstance(self.update, ReplicatedUpdate):
+            policy, ranks = setup.run_context.policy, setup.context.world.size
+            mean = isinstance(policy, Synchronous) and policy.combine == "mean"
+            kept = KeptResiduals(compression, *self.update.kept(), self.coordinate.replica, ranks, mean)
+        writes_any = first or bool(kept is not None and kept.residuals)
+        return HeldTensors(state, self.update.optimizer, part, lambda _: first, lambda *_: first, writes_any, kept)
 
     def notes(self) -> Mapping[str, str | int | float]:
         ranks, nbytes = self._setup.context.world.size, self._setup.layout.parameter_bytes

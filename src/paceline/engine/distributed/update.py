@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.base import TensorChunk
 from paceline.compression import Compression
 from paceline.engine.distributed.reduce_buffer import ModelParallelSync, ReduceBuffer
 from paceline.engine.server_optimizer import ServerOptimizer
@@ -81,6 +82,20 @@ class ReplicatedUpdate(Update):
             for block, vector in zip(blocks, buffer.state.parameters, strict=False)
             if compression is not None
         ]
+
+    def kept(self) -> tuple[list[TensorChunk], dict[str, Tensor]]:
+        """Return what the compression keeps: residuals by full names of parameters, and by name what all ranks have."""
+        residuals, shared = list[TensorChunk](), dict[str, Tensor]()
+        blocks = self._buffer.state.layout.parameters
+        for block, (state, _) in zip(blocks, self._compressed, strict=False):
+            assert self._compression is not None, "it has made the state"
+            residual, same = self._compression.kept(state)
+            dtype = str(block.dtype).removeprefix("torch.")
+            shared |= {f"{dtype}/{name}": tensor for name, tensor in same.items()}
+            if residual is not None:
+                views = zip(block.entries, block.views(residual), strict=True)
+                residuals += [TensorChunk.whole(entry.name, view) for entry, view in views]
+        return residuals, shared
 
     def apply(self, factor: float, rate: float) -> None:
         if self._compression is not None and self._communicator is not None:

@@ -20,11 +20,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from paceline.comm.shared_memory import Arena, SharedMemory
+from paceline.comm.shared_memory import Arena, SharedMemory, aligned
 from paceline.core.types import ReplicaId
 from paceline.engine.local.control_block import ControlBlock
+from paceline.engine.own_states import keeps_own_state
 from paceline.engine.run_context import RunContext
 from paceline.replica.flat_state import FlatLayout, FlatState
+
+# Bounds of a copy of what a replica keeps: in vectors of A (own parameters, an optimizer's state), and in bytes of
+# what is no tensor.
+VECTORS, HEAD = 9, 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +46,15 @@ class ArenaLayout:
     """Vectors of optimizer state for each vector of A."""
     workers: int = 0
     """Of all replicas."""
+    own_bytes: int = 0
+    """Address space of a copy of what a replica keeps from Δ to Δ, of which each has two; 0: there are none."""
 
     @classmethod
     def of(cls, context: RunContext, state: FlatLayout, optimizer_vectors: int) -> "ArenaLayout":
         """Return the layout of a run's arena."""
-        return cls(state, context.replicas, context.delta_slots, optimizer_vectors, context.job.strategy.workers)
+        workers = context.job.strategy.workers
+        own = own_bytes(context, state)
+        return cls(state, context.replicas, context.delta_slots, optimizer_vectors, workers, own)
 
     @property
     def versions(self) -> int:
@@ -73,6 +82,8 @@ class ParameterArena:
             self._add(f"version {v}")
         for r in range(layout.replicas if layout.slots else 0):
             self._add(f"delta {r} 0")
+        if layout.own_bytes:
+            own_words_at = self._arena.add("own words", (3 * layout.replicas + 1,), torch.int64)
         touched = self._arena.size_bytes
         for slot in range(1, layout.slots):
             for r in range(layout.replicas):
@@ -83,12 +94,19 @@ class ParameterArena:
             memory = [f"memory {copy} {m}" for copy in (0, 1) for m in range(layout.optimizer_vectors)]
             for name in ("sum", *memory):
                 self._add(name, committed=False, buffers=False)
+        self.own_begin = self._arena.add("own", (2 * layout.replicas * layout.own_bytes,), torch.uint8)
+        """Offset of the copies of what replicas keep."""
         size = self._arena.size_bytes
         if fd is None:
-            self.segment = SharedMemory.create("run", size, reserved_bytes=touched if layout.slots else size)
+            self.segment = SharedMemory.create("run", size, reserved_bytes=touched)
         else:
             self.segment = SharedMemory(fd, size)
         self.control = ControlBlock(self.segment.buffer[at : at + 8 * words], layout.replicas, layout.workers)
+        self.own_words = memoryview(b"").cast("q")
+        """Words that say which copies of what replicas keep are whole."""
+        if layout.own_bytes:
+            count = 8 * (3 * layout.replicas + 1)
+            self.own_words = self.segment.buffer[own_words_at : own_words_at + count].cast("q")
         self._readable: SharedMemory | None = None
         self.mapped: dict[str, FlatState] = {}
         """The states that have been mapped, by name; "readonly v" where they can't be written."""
@@ -160,6 +178,19 @@ class ParameterArena:
 
     def _parameters(self, name: str, segment: SharedMemory) -> list[Tensor]:
         return [self._arena.tensor(segment, f"{name}: {i}") for i in range(len(self.layout.state.parameters))]
+
+
+def own_bytes(context: RunContext, state: FlatLayout) -> int:
+    """Return the address space of one buffer: more than any optimizer of torch needs; memory is what is written.
+
+    0: replicas keep nothing, or neither a checkpoint nor a replacement would read it.
+    """
+    job = context.job
+    if not keeps_own_state(context) or (
+        job.checkpoint is None and job.on_death != "replace" and not job.strategy.elastic
+    ):
+        return 0
+    return aligned(VECTORS * sum(b.elements * b.dtype.itemsize for b in (*state.parameters, *state.buffers)) + HEAD)
 
 
 class VersionPool:

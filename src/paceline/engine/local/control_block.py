@@ -230,7 +230,7 @@ class ControlBlock:
     def write_completion(self, replica: ReplicaId, completion: Completion) -> None:
         """Publish the end of an attempt."""
         _COMPLETION.pack_into(self._bytes, self._completion_at(replica, completion.attempt), *completion)
-        self.steps[replica] += completion.ending == ARRIVED and completion.samples > 0
+        self.steps[replica] += completion.ending == ARRIVED and completion.samples > 0 and completion.finite
         self.completed[replica] = completion.attempt  # last: a reader that sees it sees the rest
 
     def completion(self, replica: ReplicaId, attempt: int) -> Completion:

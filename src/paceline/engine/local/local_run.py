@@ -14,8 +14,10 @@ import os
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 from paceline.aggregation.base import Arrival
+from paceline.checkpoint.base import TensorChunk
 from paceline.comm.fork_server import ForkServer
 from paceline.comm.shared_pickle import share
 from paceline.core.errors import WorkerError
@@ -29,6 +31,7 @@ from paceline.engine.local.control_block import ARRIVED, COMPLETIONS, Completion
 from paceline.engine.local.evaluation_process import EvaluationProcess
 from paceline.engine.local.fault_injection import EventScript, FaultInjector
 from paceline.engine.local.membership import Membership, MembershipContext, replicas_at_start
+from paceline.engine.local.own_state import OwnStates
 from paceline.engine.local.server import ServerContext, SharedMemoryServer
 from paceline.engine.local.worker_processes import ENTRY, WorkerProcesses
 from paceline.engine.loop import TICK_S, RunLoop
@@ -81,6 +84,7 @@ class LocalRun:
         vectors = optimizer.flat_optimizer.state_count if optimizer else 0
         self._arena = ParameterArena(ArenaLayout.of(context, state.layout, vectors))
         closing.callback(self._arena.close)
+        self._own_states = OwnStates.of(self._arena)
         digest = state.digest()
         if job.resume is not None and optimizer is not None:
             optimizer.restore(job.resume)
@@ -112,7 +116,7 @@ class LocalRun:
         )
         self._server = SharedMemoryServer(server_context)
         first_replicas = replicas_at_start(job.strategy)
-        parks = job.on_death != "stop" and not self._max_lead
+        parks = job.on_death != "stop" and context.delta_slots > 0
         self._loop = RunLoop(
             context, self._server, digest, self._evaluate, watch, noise, replicas=first_replicas, parks=parks
         )
@@ -285,11 +289,15 @@ class LocalRun:
             self._loop.keep(self._evaluation.evaluate_rest())  # the run waits for it
 
     def _snapshot(self) -> Snapshot:
-        """Return A, its optimizer, and the Δs that the policy holds."""
+        """Return A, its optimizer, the Δs that the policy holds, and what replicas keep."""
         optimizer, held = self._optimizer, self._server.held_chunks()
+        own, engine = list[TensorChunk](), dict[str, Any]()
+        if self._own_states is not None:
+            attempts = [position.attempt for position in self._coordinator.positions]
+            own, engine = self._own_states.snapshot(attempts, self._workers.living.__contains__)
         if optimizer is None:
-            return Snapshot(whole_chunks(self._server.state), {})
-        return Snapshot([*optimizer.chunks(), *held], optimizer.flat_optimizer.state_json())
+            return Snapshot([*whole_chunks(self._server.state), *own], {}, engine)
+        return Snapshot([*optimizer.chunks(), *held, *own], optimizer.flat_optimizer.state_json(), engine)
 
     # ---------------------------------------------------------------------------------------------------------- results
 

@@ -24,16 +24,18 @@ from paceline.comm.wakeup import EventFd, Wakeup
 from paceline.core.data_order import BatchRange
 from paceline.core.errors import encode_failure
 from paceline.core.mesh import Coordinate
-from paceline.core.types import Nanoseconds, ReplicaId, Seconds
+from paceline.core.types import Clock, Nanoseconds, ReplicaId, Seconds
 from paceline.engine.base import Job
 from paceline.engine.local.arena import ArenaLayout, ParameterArena
 from paceline.engine.local.control_block import ARRIVED, CANCELLED, Completion, Grant
+from paceline.engine.local.own_state import OwnStates
 from paceline.engine.local.parallel_update import SliceOptimizer
 from paceline.engine.run_context import RunContext, set_threads_and_seed
 from paceline.engine.worker import ClientWorker, GrantedClient, InstrumentedReplica, WorkerMetrics, check_in_forward
 from paceline.engine.worker_metrics import remove_workers_file
 from paceline.replica.base import Measured
 from paceline.replica.flat_state import FlatLayout, FlatState
+from paceline.replica.local_sgd import LocalSGD, WritesInPlace
 from paceline.trace.recorder import NullRecorder, Recorder
 
 
@@ -61,8 +63,14 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
         inner = context.replica(replica, module, layout, recorder)
         measured = InstrumentedReplica(inner, metrics, client, layout.parameter_bytes)
         worker = ClientWorker(context, replica, measured, client, metrics, args["first"])
+        states = OwnStates.of(arena)
+        if states is not None and isinstance(inner, (LocalSGD, WritesInPlace)):
+            states.begin(context, replica, client.attempt, inner)
+            client.leave = functools.partial(states.leave, replica, own=inner)
         link.send(json.dumps({"ready": replica, "pid": os.getpid()}).encode())
         worker.run(job.loop)
+        if states is not None and isinstance(inner, WritesInPlace):
+            states.leave_last(replica, client.attempt, inner)
 
 
 def _say_orphaned(client: "SharedMemoryClient", replica: ReplicaId) -> None:
@@ -118,6 +126,8 @@ class SharedMemoryClient(GrantedClient):
         self._main = Wakeup(EventFd(main_fd), arena.control.sleep_flag(None))
         self._in_place = arena.layout.slots == 0
         self._slices = SliceOptimizer(arena)
+        self.leave: Callable[[Clock], None] = lambda _: None
+        """Leaves a copy of what the replica keeps after an attempt."""
         self.grant = Grant(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
         """The newest grant."""
         self._version = 0
@@ -184,6 +194,7 @@ class SharedMemoryClient(GrantedClient):
     def push(self, measured: Measured, *, cancelled: bool = False) -> None:
         """Publish the end of the attempt, after Δ was written: main reads the buffer once it sees the completion."""
         attempt, slot, control = self.attempt, self.grant.slot, self._control
+        self.leave(attempt)
         self._under_way, self._completed_ns = False, time.monotonic_ns()
         facts = measured.samples, measured.finite, measured.loss, self._completed_ns
         ending = CANCELLED if cancelled else ARRIVED

@@ -28,6 +28,7 @@ from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.engine.checkpointing import Checkpointer, Snapshot
 from paceline.engine.evaluation import Evaluator
 from paceline.engine.loop import InterruptGuard, RunLoop
+from paceline.engine.own_states import saved_states
 from paceline.engine.run_context import RunContext, first_state, own_settings
 from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer
 from paceline.engine.step_profile.compute import micro_step_s
@@ -46,7 +47,7 @@ from paceline.engine.virtual.saved_state import (
     attempt_state,
     held_attempts,
     replica_chunks,
-    replica_prefix,
+    restore_replicas,
     restored_attempts,
 )
 from paceline.engine.virtual.user_loops import UserLoops
@@ -351,6 +352,7 @@ class VirtualRun:
             for attempt in held_attempts(resume, layout) if self._context.keeps_policy else ():
                 self._arrived[attempt.replica, attempt.clock] = attempt
                 self._under_way[attempt] = None
+            restore_replicas(resume, saved_states(self._context), self._computer.replica, layout)
             return
         self._now = state.now_s
         for replica, (timeline, saved) in enumerate(zip(self._timelines, state.timelines, strict=True)):
@@ -369,10 +371,7 @@ class VirtualRun:
         self._observer.restore(state.observer, resume.checkpoint)
         if self._estimator is not None and state.noise is not None:
             self._estimator.restore(state.noise, resume.checkpoint, FlatLayout(layout.parameters, ()))
-        for replica, json in state.replicas.items():
-            own = self._computer.replica(replica)
-            assert isinstance(own, LocalSGD), "the policy is the same"
-            own.restore(json, resume.checkpoint.under(replica_prefix(replica)), layout)
+        restore_replicas(resume, state.replicas, self._computer.replica, layout)
 
     # ----------------------------------------------------------------------------------------------- the end, the start
 

@@ -1,0 +1,195 @@
+"""What replicas keep from Δ to Δ, in shared memory: for checkpoints, and for the workers that replace theirs.
+
+A replica that steps by itself has an optimizer of its own, and under local SGD and elastic averaging parameters, too.
+It leaves a copy of both beside its Δs, one buffer for even and one for odd attempts::
+
+    worker   attempt 4: compute, leave 4, report completion | 5: compute, leave 5 ...
+    main                                   read completion 4, decide, save: finds 4, whole, whatever becomes of 5
+
+The copy of the newest completion that main has read is not overwritten before main has granted the attempt after the
+next: so it is whole, also where the worker is killed while it writes the other one.
+
+Under Hogwild, where a step takes less time than a copy and nobody grants it, replicas leave a copy when main asks.
+"""
+
+import json
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.checkpoint.base import TensorChunk
+from paceline.checkpoint.reader import TensorsInMemory
+from paceline.comm.shared_memory import aligned
+from paceline.core.errors import PacelineError
+from paceline.core.types import Clock, ReplicaId, Seconds
+from paceline.engine.local.arena import ParameterArena
+from paceline.engine.own_states import KEY, replica_prefix, saved_states
+from paceline.engine.run_context import RunContext
+from paceline.replica.flat_state import FlatLayout
+from paceline.replica.local_sgd import KeepsState
+
+# How long main waits for copies that it has asked for.
+ANSWER_S: Seconds = 1.0
+
+# What a replica has left once it makes no attempt any more: it answers no further question.
+_LAST = 1 << 62
+
+
+@dataclass(frozen=True)
+class OwnState:
+    """What a replica has left.
+
+    Args:
+        saved: what is no tensor.
+        tensors: the others by full name, views of shared memory.
+    """
+
+    saved: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+    def chunks(self, replica: ReplicaId) -> Iterator[TensorChunk]:
+        """Yield the tensors as a checkpoint names them."""
+        for name, tensor in self.tensors.items():
+            yield TensorChunk.whole(replica_prefix(replica) + name, tensor)
+
+    def restore(self, own: KeepsState, layout: FlatLayout) -> None:
+        """Let a replica go on with it."""
+        own.restore(self.saved, TensorsInMemory(self.tensors), layout)
+
+
+class OwnStates:
+    """The buffers of all replicas; the same in main and in each worker.
+
+    Args:
+        arena: of the run, with such buffers.
+    """
+
+    def __init__(self, arena: ParameterArena) -> None:
+        self._arena = arena
+        self._words = arena.own_words
+        """Of each replica: the attempt in either buffer, and the newest question that it has answered."""
+        self._asked = arena.own_words[-1:]
+        """The newest question of main."""
+        self.on_request = not arena.layout.slots
+        """Whether copies are left when main asks."""
+        self._reserved: dict[int, int] = {}
+        """Bytes of each buffer that this process has given memory."""
+
+    @classmethod
+    def of(cls, arena: ParameterArena) -> "OwnStates | None":
+        """Return those of a run; None: its replicas keep nothing, or nobody would read it."""
+        return cls(arena) if arena.layout.own_bytes else None
+
+    # -------------------------------------------------------------------------------------------------------- a worker
+
+    def begin(self, context: RunContext, replica: ReplicaId, attempt: Clock, own: KeepsState) -> None:
+        """Let a worker go on with what its replica had after ``attempt``, in this run or in the one that goes on."""
+        left = self.find(replica, attempt)
+        layout = self._arena.layout.state
+        if left is not None:
+            left.restore(own, layout)
+        elif attempt == context.positions[replica].attempt and (saved := saved_states(context).get(replica)):
+            assert context.job.resume is not None, "what was saved comes from there"
+            own.restore(saved, context.job.resume.checkpoint.under(replica_prefix(replica)), layout)
+            if not self.on_request:
+                self.leave(replica, attempt, own=own)
+
+    def leave(self, replica: ReplicaId, attempt: Clock, *, own: KeepsState) -> None:
+        """Leave a copy of what a replica has after an attempt; nothing where there is no memory for it."""
+        asked = self._asked[0]
+        if self.on_request and self._answered(replica)[0] >= asked:
+            return
+        index, saved = self._index(replica, attempt), own.state_json()
+        words = self._words[3 * replica : 3 * replica + 2]
+        words[index % 2] = 0
+        if saved is not None and self._write(index, saved, own.chunks()):
+            words[index % 2] = attempt + 1
+        self._answered(replica)[0] = asked  # last: main reads the copy once it sees it
+
+    def leave_last(self, replica: ReplicaId, attempt: Clock, own: KeepsState) -> None:
+        """Leave a copy at the end of a worker."""
+        if self.on_request:
+            self._answered(replica)[0] = -1
+            self.leave(replica, attempt, own=own)
+            self._answered(replica)[0] = _LAST
+
+    def _write(self, index: int, saved: Mapping[str, Any], chunks: Collection[TensorChunk]) -> bool:
+        rows = [(chunk.name, tuple(chunk.tensor.shape), str(chunk.tensor.dtype)[6:]) for chunk in chunks]
+        head = json.dumps([saved, rows]).encode()
+        at = aligned(8 + len(head))
+        size = at + sum(aligned(chunk.tensor.nbytes) for chunk in chunks)
+        begin = self._begin(index)
+        if size > self._arena.layout.own_bytes:
+            return False
+        if self._reserved.get(index, 0) < size:
+            try:
+                self._arena.segment.reserve(begin, size)
+            except PacelineError:
+                return False
+            self._reserved[index] = size
+        buffer = self._arena.segment.buffer
+        buffer[begin : begin + 8] = len(head).to_bytes(8, "little")
+        buffer[begin + 8 : begin + 8 + len(head)] = head
+        at += begin
+        for chunk in chunks:
+            self._arena.segment.tensor(at, chunk.tensor.shape, chunk.tensor.dtype).copy_(chunk.tensor.detach())
+            at += aligned(chunk.tensor.nbytes)
+        return True
+
+    # ------------------------------------------------------------------------------------------------------------ main
+
+    def find(self, replica: ReplicaId, attempt: Clock) -> OwnState | None:
+        """Return what a replica had after an attempt, or, where it is left on request, what it has left last."""
+        index = self._index(replica, attempt)
+        label = self._words[3 * replica + index % 2]
+        if not label or (not self.on_request and label != attempt + 1):
+            return None
+        begin, buffer = self._begin(index), self._arena.segment.buffer
+        size = int.from_bytes(buffer[begin : begin + 8], "little")
+        saved, rows = json.loads(bytes(buffer[begin + 8 : begin + 8 + size]))
+        tensors, at = dict[str, Tensor](), begin + aligned(8 + size)
+        for name, shape, dtype in rows:
+            tensors[name] = self._arena.segment.tensor(at, shape, getattr(torch, dtype))
+            at += aligned(tensors[name].nbytes)
+        return OwnState(saved, tensors)
+
+    def snapshot(
+        self, attempts: Sequence[Clock], alive: Callable[[ReplicaId], bool]
+    ) -> tuple[list[TensorChunk], dict[str, Any]]:
+        """Return what replicas have after these attempts: chunks, and what is no tensor, for a checkpoint.
+
+        Args:
+            attempts: the newest of each that main has read.
+            alive: returns whether a replica may still answer.
+        """
+        chunks, saved = list[TensorChunk](), dict[str, Any]()
+        for replica in self._ask(range(len(attempts)), alive) if self.on_request else range(len(attempts)):
+            state = self.find(replica, attempts[replica])
+            if state is not None:
+                chunks += state.chunks(replica)
+                saved[str(replica)] = state.saved
+        return chunks, {KEY: saved}
+
+    def _ask(self, replicas: Collection[ReplicaId], alive: Callable[[ReplicaId], bool]) -> list[ReplicaId]:
+        """Ask replicas for copies, wait for those that are alive, but not for long, and return who has left one."""
+        self._asked[0] += 1
+        deadline = time.monotonic() + ANSWER_S
+        while time.monotonic() < deadline:
+            late = [r for r in replicas if self._answered(r)[0] < self._asked[0] and alive(r)]
+            if not late:
+                break
+            time.sleep(0.001)  # they are at work, and have no reason to wake main
+        return [r for r in replicas if self._answered(r)[0] >= self._asked[0]]
+
+    def _answered(self, replica: ReplicaId) -> "memoryview[int]":
+        return self._words[3 * replica + 2 : 3 * replica + 3]
+
+    def _index(self, replica: ReplicaId, attempt: Clock) -> int:
+        return 2 * replica + (0 if self.on_request else attempt % 2)
+
+    def _begin(self, index: int) -> int:
+        return self._arena.own_begin + index * self._arena.layout.own_bytes
