@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import launch
-from paceline.engine.distributed.client import ReplicatedCoordinator
+from paceline.engine.distributed.replicated_coordinator import ReplicatedCoordinator
 from tests.engine.distributed_cases import CASES, attempt, keep, told
 
 folder, backend, case, dying = Path(sys.argv[1]), sys.argv[2], CASES[sys.argv[3]], int(sys.argv[4])

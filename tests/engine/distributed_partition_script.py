@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline import launch
 from paceline.core.errors import PacelineError
-from paceline.engine.distributed.client import ReplicatedCoordinator
+from paceline.engine.distributed.replicated_coordinator import ReplicatedCoordinator
 from tests.engine import programs
 
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline import launch
-from paceline.engine.distributed.client import AllReduceClient, ReplicatedCoordinator
+from paceline.engine.distributed.client import AllReduceClient
 from paceline.engine.distributed.reduce_buffer import GradientSync
+from paceline.engine.distributed.replicated_coordinator import ReplicatedCoordinator
 from paceline.engine.spmd.communicator import Communicator
 from paceline.engine.spmd.membership import RanksLost
 from tests.engine.distributed_cases import CASES, attempt, keep, told

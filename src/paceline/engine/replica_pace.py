@@ -10,7 +10,9 @@ keep a helper thread, a socket or a heartbeat alive.
     replica 2   |----------step----------|----------step---   a straggler: steps of twice the others' median
 """
 
+import math
 import statistics
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Set
 
@@ -125,3 +127,37 @@ class ReplicaPace:
         """Return the remarks of each kind, for the summary."""
         kinds = dict.fromkeys(kind for kind, _ in self._remarks)
         return {kind: "; ".join(text for (each, _), text in self._remarks.items() if each == kind) for kind in kinds}
+
+
+class ExchangePace:
+    """Measures how far exchanges are apart, to tell a slow rank from one that is cut off or stopped.
+
+    Args:
+        suspect_after_s: silence after which a rank is suspected, at least.
+    """
+
+    def __init__(self, suspect_after_s: Seconds) -> None:
+        self._suspect_after_s = suspect_after_s
+        self._intervals = deque[Seconds](maxlen=REMEMBERED)
+        self._last_s = -math.inf
+        self._generation = 0
+
+    def silence_s(self, generation: int, *, joined: bool) -> Seconds | None:
+        """Return how long a rank may be silent; None: as long as the timeout, for some have made no step yet.
+
+        Args:
+            generation: of the process group; between two of them more time passes than between two exchanges.
+            joined: whether ranks have joined in it.
+        """
+        if generation != self._generation:
+            self._generation, self._last_s = generation, -math.inf
+            if joined:
+                self._intervals.clear()
+        return max(self._suspect_after_s, SILENT_STEPS * max(self._intervals)) if self._intervals else None
+
+    def complete(self) -> None:
+        """Note that an exchange is complete."""
+        now = time.monotonic()
+        if self._last_s > -math.inf:
+            self._intervals.append(now - self._last_s)
+        self._last_s = now

@@ -1,285 +1,32 @@
-"""The parameter client of a rank, and the coordinator that every rank runs: lockstep by the all-reduce of a step.
+"""The parameter client of a rank, which has A itself and computes in lockstep with the others.
 
 ::
 
-    rank 0   Δ --\\                     status of all -> policy -> Apply: the same step on the same A
-    rank 1   Δ ---> one all-reduce --> status of all -> policy -> Apply: the same step on the same A
-    rank 2   Δ --/                     status of all -> policy -> Apply: the same step on the same A
-
-Every rank runs the same policy on the same metadata. There is no server to ask, so a decision costs no message. A is
-the same on all ranks, so rank k mod P alone copies and evaluates snapshot k, after training. Where a record may end the
-run (``until=``), rank 0 evaluates at once, and training time stands still until all ranks have the record.
+    worker --- pull: A as it is --> compute Δ --- push: one all-reduce of Δ and status ---> ReplicatedCoordinator.take
 """
 
 import functools
-import io
-import math
-import pickle
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.aggregation.base import Apply, Arrival
-from paceline.aggregation.synchronous import Synchronous
-from paceline.comm.shared_memory import SpillAllocator
-from paceline.core.data_order import BatchRange
-from paceline.core.records import Record, ReplicaExit
-from paceline.core.types import Clock, Nanoseconds, ReplicaId, Seconds, Version
-from paceline.engine.base import Watcher
-from paceline.engine.batch_dispatcher import NO_BATCHES
+from paceline.core.types import Clock, ReplicaId, Seconds
 from paceline.engine.checkpointing import Checkpointer
 from paceline.engine.distributed.agreement import DivergenceCheck
 from paceline.engine.distributed.rank_shard import RankShard
 from paceline.engine.distributed.reduce_buffer import DeltaNorm, RankStatus, StatusKind, of_step
+from paceline.engine.distributed.replicated_coordinator import ReplicatedCoordinator, SyncedClock
 from paceline.engine.distributed.uneven_inputs import ShadowPasses
-from paceline.engine.evaluation import EvaluationQueue
-from paceline.engine.loop import InterruptGuard, RunLoop
-from paceline.engine.replica_pace import REMEMBERED, SILENT_STEPS
-from paceline.engine.run_context import RunContext
-from paceline.engine.spmd.membership import Generation
-from paceline.engine.spmd.rank_context import RankContext
+from paceline.engine.loop import InterruptGuard
+from paceline.engine.replica_pace import ExchangePace
 from paceline.engine.spmd.rank_registry import StoreSignals
 from paceline.engine.spmd.survival import Survival
 from paceline.engine.worker import WorkerMetrics
-from paceline.replica.base import GradientSink, Measured, micro_steps
-from paceline.replica.flat_state import FlatLayout, FlatState
-from paceline.replica.module_utils import materialize
-
-
-class SyncedClock:
-    """Training time on rank 0's clock; it runs from when all ranks are ready, but not while they wait for a record.
-
-    Args:
-        ahead_ns: how far rank 0's clock is ahead of this host's.
-    """
-
-    def __init__(self, ahead_ns: Nanoseconds) -> None:
-        self.ahead_ns = ahead_ns
-        self.began_ns: Nanoseconds = time.monotonic_ns() + ahead_ns
-        """Start of training, on rank 0's clock."""
-        self.paused_ns: Nanoseconds = 0
-
-    def now_ns(self) -> Nanoseconds:
-        """Return the training time so far."""
-        return time.monotonic_ns() + self.ahead_ns - self.began_ns - self.paused_ns
-
-
-# Attributes of a coordinator that are the same on all ranks.
-COMMON = ("loop", "attempts", "batches", "_read", "_snapshots", "now", "over", "interrupted")
-
-
-class ReplicatedCoordinator:
-    """One run's coordinator, run by each rank; executes its decisions on the rank's A, and evaluates its share.
-
-    Args:
-        context: of the run.
-        rank_context: of this rank.
-        shard: of this rank.
-        clock: training time.
-        layout: of A.
-        initial_digest: digest of A_0.
-        watch: receives progress.
-    """
-
-    def __init__(
-        self,
-        context: RunContext,
-        rank_context: RankContext,
-        shard: RankShard,
-        clock: SyncedClock,
-        layout: FlatLayout,
-        initial_digest: str,
-        watch: Watcher,
-    ) -> None:
-        policy, program = context.policy, context.job.program
-        assert isinstance(policy, Synchronous), "another policy was not refused"
-        self._rank_context, self._world, self._run_context = rank_context, rank_context.world, context
-        self._job, self._shard, self._clock = context.job, shard, clock
-        self._queue = EvaluationQueue(
-            program, layout.nbytes * self._world.local_size, lambda: materialize(program, SpillAllocator())
-        )
-        self._snapshots = 0
-        self._records: list[Record] = []
-        """Of this rank's snapshots that did not fit into memory."""
-        self._mean = policy.combine == "mean"
-        self._statuses: list[RankStatus] = []
-        # Contributions are of the size of one gradient, not of a sum over samples, which half precision would not hold.
-        self._usual_samples = float(context.order.batch_size * micro_steps(context.delta)) if context.order else 1.0
-        self.may_repeat = context.job.on_nonfinite == "skip"
-        """True where an exchange may have to be repeated for a Δ that was discarded."""
-        self.attempts = [position.attempt for position in context.positions]
-        """Number of the Δ that each replica is at."""
-        self.batches = [NO_BATCHES] * context.replicas
-        """Batches of the Δ that each replica is at, a micro-step on each."""
-        self._read: list[Version] = [0] * context.replicas
-        noise = shard.noise.accumulator if shard.noise else None
-        self.watch = watch
-        self.loop = RunLoop(context, self, initial_digest, self._evaluate, watch, noise)
-        self.decisions = self.loop.coordinator
-        self.now = self.loop.start_s
-        """Training time at which the newest exchange was complete."""
-        self.over = self.interrupted = False
-        self.staged: Callable[[], None] | None = None
-        """Makes of A what the update under way has made of it on a rank that has gone further; None: it is made."""
-
-    def begin(self) -> None:
-        """Evaluate A_0 and send it to all replicas; all ranks are ready."""
-        self.loop.evaluate_if_due(self.now)
-        if not self.over:
-            self.decisions.begin()
-
-    def weight(self, samples: int) -> float:
-        """Return the factor of a Δ before it is added to the others; the only one stays as it is."""
-        if self._mean and len(self.attempts) > 1:
-            return samples / self._usual_samples
-        return float(samples > 0)
-
-    def take(self, statuses: list[RankStatus]) -> None:
-        """Have the policy decide after an exchange, from the status of all ranks."""
-        loop, decisions = self.loop, self.decisions
-        self._statuses = statuses
-        self.now = min(max(status.entered_ns for status in statuses) * 1e-9, loop.end_s)
-        if loop.timed:
-            loop.evaluate_if_due(self.now)
-        # In an asynchronous pipeline weights have moved by the time a status is known, so a Δ counts also past the end.
-        counts_late = self._shard.read_version is not None
-        # Ascending, so that every rank's policy decides on the same Δs in the same order.
-        computing = sorted(decisions.computing)  # a replica that waits contributes a Δ that has arrived before
-        for replica, status in enumerate(statuses):
-            if status.kind is StatusKind.leaving:
-                decisions.left(replica, "done")
-        for replica in computing:
-            status = statuses[replica]
-            if status.kind is not StatusKind.delta or (self.over and not counts_late):
-                continue
-            arrived_s = status.entered_ns * 1e-9
-            late = arrived_s > loop.end_s  # the exchange was not complete in time
-            self.over |= late
-            if late and not counts_late:
-                continue
-            loss, version, clock = status.loss if status.samples else None, self._read[replica], self.attempts[replica]
-            loop.arrived(Arrival(replica, version, clock, status.samples, arrived_s, status.finite, loss))
-            loop.handled(self.now)
-        self.interrupted |= any(status.stop for status in statuses)
-        self.over |= self.interrupted or not decisions.present
-        loop.display(self.now)
-
-    def replicated(self) -> bytes:
-        """Return what the ranks have in common of it, for :meth:`replicate` on a rank that joins."""
-        own = {id(value): name for name, value in self._own().items()}
-        content = io.BytesIO()
-        pickler = pickle.Pickler(content)
-        pickler.persistent_id = lambda value: own.get(id(value))  # type: ignore[method-assign]
-        pickler.dump([*(getattr(self, name) for name in COMMON), self._run_context.order])
-        return content.getvalue()
-
-    def replicate(self, other: bytes) -> None:
-        """Stand where the coordinator of another rank does."""
-        own, unpickler = self._own(), pickle.Unpickler(io.BytesIO(other))
-        unpickler.persistent_load = own.__getitem__  # type: ignore[method-assign]
-        *values, self._run_context.order = unpickler.load()
-        for name, value in zip(COMMON, values, strict=True):
-            setattr(self, name, value)
-        self.decisions = self.loop.coordinator
-        self._run_context.positions = list(self.decisions.positions)
-
-    def _own(self) -> dict[str, Any]:
-        """Return the objects that each rank has of its own, by name."""
-        context = self._run_context
-        return {
-            "coordinator": self,
-            "context": context,
-            "job": context.job,
-            "program": context.job.program,
-            "policy": context.policy,
-            "watch": self.watch,
-        }
-
-    def joined(self, replica: ReplicaId) -> None:
-        """Have the policy go on with a replica that has joined."""
-        self.decisions.joined(replica)
-
-    def died(self, exit: ReplicaExit) -> None:
-        """Have the policy go on without a replica; others take the batches that it was at work on."""
-        replica = exit.replica
-        self.loop.exits.append(exit)
-        self.decisions.left(replica, "died")
-        self.attempts[replica] = self.decisions.positions[replica].attempt
-        self.batches[replica] = NO_BATCHES
-        self.over |= not self.decisions.present
-
-    def finish(self) -> None:
-        """Count what is left as discarded, and have the last A evaluated unless its record is there."""
-        self.decisions.finish()
-        if self._job.budget.until is None or not self.loop.history.is_current(self.now):
-            self.loop.evaluate_final(self.now)
-
-    def _evaluate(self, now: Seconds) -> None:
-        """Copy A to be evaluated after training; with a condition that ends it, evaluate it now, for all ranks."""
-        info, world, queue = self.loop.history.snapshot(now), self._world, self._queue
-        if self._job.budget.until is None:
-            members = self._rank_context.members
-            local = members[self._snapshots % len(members)] == world.rank
-            self._snapshots += 1
-            while local and queue.full:  # memory is short
-                self._records.append(queue.evaluate(*queue.snapshots.popleft()))
-            state = self._shard.full_state(wanted=local)  # all ranks take part where each has a part of A
-            if state is not None:
-                queue.snapshots.append((state, info))
-            return
-        since = time.monotonic_ns()  # the clock stands still
-        record: Record | None = None
-        while record is None:  # twice if the rank that evaluates dies
-            state = self._shard.full_state(wanted=self._rank_context.is_first)
-            own = queue.evaluate(state, info) if state is not None else None
-            record = self._rank_context.gather(own, "a score")[0]
-        self._clock.paused_ns += time.monotonic_ns() - since
-        self.loop.keep([record])
-        self.over |= self.loop.condition_met
-
-    def evaluate_rest(self, cancelled: Callable[[], bool]) -> list[Record]:
-        """Evaluate this rank's share, unless cancelled, and return its records."""
-        self._records += self._queue.evaluate_all(cancelled)
-        self._queue.snapshots.clear()
-        return self._records
-
-    # --------------------------------------------------------------------------------- execution of decisions, in order
-
-    def apply(self, action: Apply) -> None:
-        shard = self._shard
-        if self.staged is not None:
-            self.staged()
-            self.staged = None
-            return
-        arrival, weight = next((a, w) for a, w in action.deltas if a.samples)
-        factor = weight / self.weight(arrival.samples)
-        # Running buffers: always a mean.
-        shard.reduce_buffer.scale_buffers(factor / sum(w for _, w in action.deltas))
-        shard.reduce_buffer.take_counters([a.replica for a, _ in action.deltas])
-        if shard.noise is not None:
-            shard.noise.applied(self._statuses, [(a.replica, w) for a, w in action.deltas], factor)
-        shard.update.apply(factor, action.rate)
-
-    def send(self, replica: ReplicaId, batches: BatchRange) -> None:
-        self.attempts[replica] += 1
-        self.batches[replica] = batches
-        version, reads = self.decisions.version, self._shard.read_version
-        self._read[replica] = version if reads is None else reads(version)
-
-    def discard(self, arrivals: tuple[Arrival, ...]) -> None:
-        """Do nothing: a Δ that is not finite contributed zeros to the sum."""
-
-    def cancel(self, replica: ReplicaId) -> None:
-        raise AssertionError(f"synchronous training cancels no attempt, but that of replica {replica}")
-
-    def dismiss(self, replica: ReplicaId) -> None:
-        self.batches[replica] = NO_BATCHES
+from paceline.replica.base import GradientSink, Measured
+from paceline.replica.flat_state import FlatState
 
 
 @dataclass(frozen=True)
@@ -310,35 +57,6 @@ class ClientContext:
     divergence: DivergenceCheck
     survival: Survival | None
     suspect_after_s: Seconds
-
-
-class ExchangePace:
-    """Measures how far exchanges are apart, to tell a slow rank from one that is cut off or stopped.
-
-    Args:
-        suspect_after_s: silence after which a rank is suspected, at least.
-    """
-
-    def __init__(self, suspect_after_s: Seconds) -> None:
-        self._suspect_after_s = suspect_after_s
-        self._intervals = deque[Seconds](maxlen=REMEMBERED)
-        self._last_s = -math.inf
-        self._generation = 0
-
-    def silence_s(self, generation: Generation) -> Seconds | None:
-        """Return how long a rank may be silent; None: as long as the timeout, for some have made no step yet."""
-        if generation.number != self._generation:
-            self._generation, self._last_s = generation.number, -math.inf
-            if generation.joined:
-                self._intervals.clear()
-        return max(self._suspect_after_s, SILENT_STEPS * max(self._intervals)) if self._intervals else None
-
-    def complete(self) -> None:
-        """Note that an exchange is complete."""
-        now = time.monotonic()
-        if self._last_s > -math.inf:
-            self._intervals.append(now - self._last_s)
-        self._last_s = now
 
 
 class RankClient:
@@ -446,7 +164,12 @@ class AllReduceClient(RankClient, GradientSink):
         survival, exchange = self._context.survival, functools.partial(self._sync.exchange, status, step)
         if survival is None:
             return exchange()
-        statuses = survival.collective(exchange, lambda: self._pace.silence_s(survival.membership.generation))
+
+        def silence_s() -> Seconds | None:
+            generation = survival.membership.generation
+            return self._pace.silence_s(generation.number, joined=bool(generation.joined))
+
+        statuses = survival.collective(exchange, silence_s)
         self._pace.complete()
         return statuses
 

@@ -24,9 +24,10 @@ from paceline.engine.base import Engine, Job, Outcome, Progress, Watcher
 from paceline.engine.checkpointing import Checkpointer, Snapshot
 from paceline.engine.distributed.agreement import DivergenceCheck, check_job, facts, refuse_differences
 from paceline.engine.distributed.async_pipeline import AsyncPipelineClient, AsyncStageShard
-from paceline.engine.distributed.client import AllReduceClient, ClientContext, ReplicatedCoordinator, SyncedClock
+from paceline.engine.distributed.client import AllReduceClient, ClientContext
 from paceline.engine.distributed.fsdp import refuse_model
 from paceline.engine.distributed.rank_shard import ModelParallelShard, RankShard, WholeModelShard
+from paceline.engine.distributed.replicated_coordinator import ReplicatedCoordinator, SyncedClock
 from paceline.engine.distributed.replicated_state import Arrival, SharedRun
 from paceline.engine.distributed.sync_batchnorm import batchnorm_over
 from paceline.engine.distributed.uneven_inputs import ShadowPasses, ShadowReplica

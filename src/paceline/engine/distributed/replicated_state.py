@@ -16,8 +16,8 @@ from paceline.core.records import ReplicaExit
 from paceline.engine import run_context
 from paceline.engine.checkpointing import Checkpointer, tell
 from paceline.engine.distributed.agreement import DivergenceCheck
-from paceline.engine.distributed.client import ReplicatedCoordinator, SyncedClock
 from paceline.engine.distributed.rank_shard import RankShard
+from paceline.engine.distributed.replicated_coordinator import ReplicatedCoordinator, SyncedClock
 from paceline.engine.spmd.membership import Generation
 from paceline.engine.spmd.rank_context import RankContext
 from paceline.engine.spmd.rank_registry import PeerInfo

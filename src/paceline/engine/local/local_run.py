@@ -30,7 +30,7 @@ from paceline.engine.local.arena import ArenaLayout, ParameterArena
 from paceline.engine.local.control_block import ARRIVED, COMPLETIONS, Completion
 from paceline.engine.local.evaluation_process import EvaluationProcess
 from paceline.engine.local.fault_injection import EventScript, FaultInjector
-from paceline.engine.local.membership import Membership, MembershipContext, replicas_at_start
+from paceline.engine.local.membership import MembershipContext, ReplicaMembership, replicas_at_start
 from paceline.engine.local.own_state import OwnStates
 from paceline.engine.local.server import ServerContext, SharedMemoryServer
 from paceline.engine.local.worker_processes import ENTRY, WorkerProcesses
@@ -129,7 +129,7 @@ class LocalRun:
         parts = MembershipContext(
             job, context, self._arena, self._server, workers, self._loop, self._take, self._now, self._paused_until
         )
-        self._membership = Membership(parts)
+        self._membership = ReplicaMembership(parts)
 
     def outcome(self) -> Outcome:
         """Run to the end."""

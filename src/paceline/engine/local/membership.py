@@ -56,7 +56,7 @@ class MembershipContext:
     """Returns the training time at which the last delay of a replica that was asked for ends."""
 
 
-class Membership:
+class ReplicaMembership:
     """The replicas of one run.
 
     Args:

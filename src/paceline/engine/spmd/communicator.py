@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.comm.shm.process_group import ShmProcessGroup
 from paceline.core.errors import PacelineError, WaitTimeoutError, WorkerError
 from paceline.core.types import Seconds
-from paceline.engine.spmd.membership import Membership, RanksLost
+from paceline.engine.spmd.membership import RankMembership, RanksLost
 from paceline.engine.spmd.process_group import ProcessGroup
 from paceline.engine.spmd.rank_registry import RankRegistry, StoreSignals
 
@@ -185,7 +185,7 @@ class CollectiveWatchdog:
     _registry: RankRegistry
     _timeout_s: Seconds
     _backend: str
-    membership: Membership | None = None
+    membership: RankMembership | None = None
     suspect_after_s: Seconds | None = None
     """Longest wait for a collective before ranks are suspected; None: the timeout."""
     _checked_s: Seconds = 0.0
@@ -248,13 +248,15 @@ class CollectiveWatchdog:
         if dead is not None:
             raise self._agreed(self._registry.ended_while(dead, f"waited for {description}"))
 
-    def _raise_if_lost(self, membership: Membership, error: RuntimeError, description: str, waited_s: Seconds) -> None:
+    def _raise_if_lost(
+        self, membership: RankMembership, error: RuntimeError, description: str, waited_s: Seconds
+    ) -> None:
         """Raise RanksLost for a collective that broke, unless it did for what this process or all ranks did wrong."""
         ours = isinstance(error, PacelineError)
         if not ours or membership.lost_now() or self._abandoned(membership, description):
             raise RanksLost(f"{description} broke: {error}", waited_s) from error
 
-    def _abandoned(self, membership: Membership, description: str) -> bool:
+    def _abandoned(self, membership: RankMembership, description: str) -> bool:
         """Return whether another rank has given this generation up."""
         try:
             return membership.abandoned

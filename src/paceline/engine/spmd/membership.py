@@ -87,7 +87,7 @@ class Generation:
         return cls(row["number"], tuple(row["members"]), **by_rank)
 
 
-class Membership:
+class RankMembership:
     """The generations of one run, as one of its ranks takes part in them.
 
     Args:

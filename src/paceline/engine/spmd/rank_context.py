@@ -42,7 +42,7 @@ from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.run_context import RunContext
 from paceline.engine.spmd.bounded_store import BoundedStore
 from paceline.engine.spmd.communicator import CollectiveWatchdog, Communicator
-from paceline.engine.spmd.membership import ExcludedError, Membership, Survives
+from paceline.engine.spmd.membership import ExcludedError, RankMembership, Survives
 from paceline.engine.spmd.process_group import LaunchEnv, opened
 from paceline.engine.spmd.rank_registry import RankRegistry, StoreSignals
 from paceline.engine.spmd.rendezvous import LINGER_S, keeps_store
@@ -176,10 +176,10 @@ def open_rank_context(
         context = RankContext(world, registry, None, None)
         if group is not None:
             store: Store | BoundedStore = group.store
-            membership: Membership | None = None
+            membership: RankMembership | None = None
             if survives is not None:
                 store = bounded_store = BoundedStore(group.store, max(survives.suspect_after_s, STORE_S))
-                membership = Membership(bounded_store, registry, world.rank, survives)
+                membership = RankMembership(bounded_store, registry, world.rank, survives)
                 if joins:
                     generation = membership.join(timeout_s)
                     group = group.of_generation(generation.number, generation.members, timeout_s)

@@ -52,7 +52,7 @@ def keeps_store(rank: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Arrival:
+class RankArrival:
     """A rank that has come.
 
     Args:
@@ -102,9 +102,9 @@ def attend(
         raise InputError(f"RANK={rank} WORLD_SIZE={size}: ranks are 0 to WORLD_SIZE - 1; start each of them once")
     versions = {"version of Paceline": sys.modules["paceline"].__version__, "version of torch": torch.__version__}
     terms = {"number of ranks": str(size), **versions, **terms}
-    own = Arrival(store.add("arrivals", 1), rank, os.getpid(), socket.gethostname(), host_id(), terms)
+    own = RankArrival(store.add("arrivals", 1), rank, os.getpid(), socket.gethostname(), host_id(), terms)
     store.set(f"arrival {own.ticket}", json.dumps(asdict(own)))
-    arrived = list[Arrival]()
+    arrived = list[RankArrival]()
     deadline, pauses = time.monotonic() + timeout_s, _pauses()
     while True:
         arrived += _read(store, len(arrived))
@@ -131,18 +131,18 @@ def _pauses() -> Iterator[Seconds]:
     return (min(_LONGEST_PAUSE_S, _PAUSE_S * 2 ** min(i, 10)) for i in itertools.count())
 
 
-def _read(store: Store, known: int) -> list[Arrival]:
+def _read(store: Store, known: int) -> list[RankArrival]:
     """Return the arrivals after the first so many."""
     tickets = range(known + 1, store.add("arrivals", 0) + 1)
-    return [Arrival(**json.loads(store.get(f"arrival {ticket}"))) for ticket in tickets]
+    return [RankArrival(**json.loads(store.get(f"arrival {ticket}"))) for ticket in tickets]
 
 
-def _present(arrived: Sequence[Arrival], own: Arrival) -> tuple[dict[int, Arrival], str | None]:
+def _present(arrived: Sequence[RankArrival], own: RankArrival) -> tuple[dict[int, RankArrival], str | None]:
     """Return the ranks that have come, and how the first arrival that contradicts one before it does so.
 
     What comes after all have come contradicts nobody but itself.
     """
-    present = dict[int, Arrival]()
+    present = dict[int, RankArrival]()
     for each in arrived:
         first = arrived[0]
         complete = len(present) == int(first.terms["number of ranks"])
@@ -156,7 +156,7 @@ def _present(arrived: Sequence[Arrival], own: Arrival) -> tuple[dict[int, Arriva
     return present, None
 
 
-def _comes_later(arrived: Sequence[Arrival], own: Arrival) -> bool:
+def _comes_later(arrived: Sequence[RankArrival], own: RankArrival) -> bool:
     """Return whether all ranks have come before a process that has what they have in common."""
     before = [each for each in arrived if each.ticket < own.ticket]
     present, conflict = _present(before, own)
@@ -165,7 +165,7 @@ def _comes_later(arrived: Sequence[Arrival], own: Arrival) -> bool:
     return not differences(before[0].terms, own.terms, (str(before[0]), str(own)))
 
 
-def _linger(store: Store, arrived: Sequence[Arrival], keeps: bool) -> None:
+def _linger(store: Store, arrived: Sequence[RankArrival], keeps: bool) -> None:
     """Announce that this rank has read why there is no job; the one that keeps the store waits for the others."""
     with contextlib.suppress(RuntimeError):  # the store is gone with the process that kept it
         read, came, seen = store.add("read", 1), len(arrived), time.monotonic()

@@ -26,7 +26,7 @@ from paceline.core.errors import WorkerError
 from paceline.core.types import Seconds
 from paceline.engine.spmd.bounded_store import bounded
 from paceline.engine.spmd.communicator import CollectiveWatchdog, Communicator
-from paceline.engine.spmd.membership import Generation, Membership, RanksLost
+from paceline.engine.spmd.membership import Generation, RankMembership, RanksLost
 from paceline.engine.spmd.rank_registry import RankRegistry
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ class Survival:
         state: of the run; None: until training begins a death ends the run.
     """
 
-    membership: Membership
+    membership: RankMembership
     communicator: Communicator
     watchdog: CollectiveWatchdog
     registry: RankRegistry
