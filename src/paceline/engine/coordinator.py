@@ -277,7 +277,6 @@ class Coordinator:
     def joined(self, replica: ReplicaId) -> None:
         """Tell the policy that a replica is there, new or back, and send it A."""
         self.present.add(replica)
-        self.departing.discard(replica)
         self._dispatcher.reclaim(replica)
         self._decide(*self._policy.joined(self._state, replica))
         self._go_on(replica)
@@ -295,7 +294,7 @@ class Coordinator:
         self.departing.add(replica)
 
     def stay(self, replica: ReplicaId) -> None:
-        """Let a replica that was to leave, and has not, go on."""
+        """Let a replica that was to leave, and has not, go on; or one that has left come back."""
         self.departing.discard(replica)
 
     def retire(self, replica: ReplicaId) -> None:

@@ -13,13 +13,13 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from paceline.core.errors import InputError, WaitTimeoutError
 from paceline.core.safe_files import read_json, write_json
-from paceline.core.types import Seconds
+from paceline.core.types import ReplicaId, Seconds
 from paceline.strategy import Strategy
 
 REQUEST, ANSWER = "scale-request.json", "scale-answer.json"
@@ -50,11 +50,11 @@ class ScaleRequests:
         self._folder, self._strategy = folder, strategy
         self._seen: str | None = None
 
-    def poll(self, now: int) -> int | None:
+    def poll(self, staying: Callable[[], int]) -> int | None:
         """Return how many replicas are asked for, and answer; None: nothing new, or what was asked was refused.
 
         Args:
-            now: the replicas that take part or are starting.
+            staying: returns how many take part or are starting.
         """
         if self._folder is None or not (self._folder / REQUEST).exists():
             return None
@@ -64,7 +64,7 @@ class ScaleRequests:
             if number == self._seen or not isinstance(replicas, int) or not isinstance(number, str):
                 return None
             self._seen = number
-            refused = self._refusal(replicas)
+            now, refused = staying(), self._refusal(replicas)
             answer = ScaleAnswer(now if refused else replicas, now, refused)
             with contextlib.suppress(OSError, InputError):  # the disk may be full; the run goes on
                 write_json(self._folder / ANSWER, {"request": number, **answer._asdict()})
@@ -81,6 +81,33 @@ class ScaleRequests:
                 f"{strategy.least_replicas} to {strategy.replicas}"
             )
         return None
+
+
+def fitting(strategy: Strategy, cores: Iterable[int]) -> int:
+    """Return how many replicas run: all, or as many within the bounds as hosts with so many cores have room for.
+
+    >>> fitting(Strategy(replicas="2..8", threads=2), [4, 7]), fitting(Strategy(replicas="2..8"), [1])
+    (5, 2)
+    """
+    if strategy.least_replicas is None:
+        return strategy.replicas
+    each = strategy.workers // strategy.replicas * (strategy.threads or 1)
+    return max(strategy.least_replicas, min(strategy.replicas, sum(cores_of_host // each for cores_of_host in cores)))
+
+
+def moves(staying: Collection[ReplicaId], replicas: int, bound: int) -> tuple[Sequence[ReplicaId], Sequence[ReplicaId]]:
+    """Return which replicas leave and which join, so that there are so many: those of the lowest numbers stay.
+
+    Args:
+        staying: take part, or will, and are not to leave.
+        replicas: how many there are to be.
+        bound: on their numbers.
+
+    >>> moves({0, 2, 3}, 2, 4), moves({0, 2}, 4, 4)
+    (([3], []), ([], [1, 3]))
+    """
+    free = sorted(set(range(bound)).difference(staying))
+    return sorted(staying)[replicas:], free[: max(0, replicas - len(staying))]
 
 
 @contextlib.contextmanager

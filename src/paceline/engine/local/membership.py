@@ -25,17 +25,14 @@ from paceline.engine.process_supervisor import EXIT_OK
 from paceline.engine.replacement import DeathCounter
 from paceline.engine.replica_pace import ReplicaPace
 from paceline.engine.run_context import RunContext
-from paceline.engine.scaling import ScaleRequests
+from paceline.engine.scaling import ScaleRequests, fitting, moves
 from paceline.engine.worker_metrics import update_workers_file
 from paceline.strategy import Strategy
 
 
 def replicas_at_start(strategy: Strategy) -> int:
     """Return how many replicas begin: all, or as many within the bounds as this host has cores for."""
-    if strategy.least_replicas is None:
-        return strategy.replicas
-    each = strategy.workers // strategy.replicas * (strategy.threads or 1)
-    return max(strategy.least_replicas, min(strategy.replicas, len(os.sched_getaffinity(0)) // each))
+    return fitting(strategy, [len(os.sched_getaffinity(0))])
 
 
 @dataclass(frozen=True)
@@ -80,6 +77,8 @@ class ReplicaMembership:
         self._looked_s: Seconds = 0.0
         """When main last looked for silent replicas, and for requests."""
         self._requests = ScaleRequests(context.job.out, context.job.strategy)
+        self._target: int | None = None
+        """How many replicas there are to be; None: as many as there are."""
 
     @property
     def all_died(self) -> bool:
@@ -132,10 +131,10 @@ class ReplicaMembership:
         for replica, since in self.starting.items():
             if now - since > self._workers.start_timeout_s:
                 self._workers.terminate(replica, f"did not start within {self._workers.start_timeout_s:g} s; killed")
-        staying = self._staying
-        requested = self._requests.poll(len(staying))
-        if requested is not None:
-            self._scale(staying, requested)
+        requested = self._requests.poll(lambda: len(self._staying))
+        self._target = self._target if requested is None else requested
+        if self._target is not None:
+            self._scale(self._target)
 
     # -------------------------------------------------------------------------------------------------- come and go
 
@@ -144,15 +143,19 @@ class ReplicaMembership:
         """Return the replicas that take part, or will, and are not to leave."""
         return (self._coordinator.present | self._joining) - self._coordinator.departing
 
-    def _scale(self, staying: set[ReplicaId], replicas: int) -> None:
-        """Let the replicas of the highest numbers leave, or those of the lowest free ones join."""
-        for replica in sorted(staying)[replicas:]:
+    def _scale(self, replicas: int) -> None:
+        """Let replicas leave, or join, so that there are so many; those whose workers are still ending join later."""
+        leaving, joining = moves(self._staying, replicas, self._context.run.replicas)
+        for replica in leaving:
             self._coordinator.depart(replica)
-        for replica in sorted(set(range(self._context.run.replicas)) - staying)[: max(0, replicas - len(staying))]:
-            if replica in self._coordinator.present:
+        for replica in joining:
+            if replica in self._coordinator.present | self._joining:
                 self._coordinator.stay(replica)
             elif replica not in self._workers.living:
+                self._coordinator.stay(replica)
                 self._join(replica)
+        if len(self._staying) == replicas:
+            self._target = None
 
     def _join(self, replica: ReplicaId) -> None:
         """Spawn the workers of a replica that the policy does not know, or knows no more."""

@@ -43,13 +43,16 @@ class ActorPool:
         """Of the server; None: there is none, or it is not known yet that it has started."""
         self.scorer: Any = None
 
-    def start(self, job: Job, gpus: float, stop: Callable[[], bool], progress: Callable[[float], None]) -> None:
+    def start(
+        self, job: Job, count: int, gpus: float, stop: Callable[[], bool], progress: Callable[[float], None]
+    ) -> None:
         """Start the actors that a job lacks and wait for them; once ``stop`` returns True, for replicas no longer.
 
         Replicas that have not started by then are dropped.
 
         Args:
             job: to run; its ``timeout_s`` is in addition to the time that starting processes takes.
+            count: of replicas.
             gpus: of each replica; a part of one where replicas share it.
             stop: called all the time.
             progress: called with the fraction of actors that have started.
@@ -58,7 +61,7 @@ class ActorPool:
             WaitTimeoutError: not all have started in time.
             PacelineError: one can't be started.
         """
-        count, idle_only = job.strategy.replicas, job.budget.until is None
+        idle_only = job.budget.until is None
         if gpus != self._gpus:
             self.drop(self.replicas)
         if idle_only != self._idle_only:
@@ -96,6 +99,12 @@ class ActorPool:
         """Start and return an actor in place of one that has died."""
         self.locations.pop(self.replicas[replica], None)
         self.replicas[replica] = self._new_replica()
+        return self.replicas[replica]
+
+    def join(self, replica: ReplicaId) -> Any:
+        """Return an actor for a replica that joins: the one of its number that there was, or another."""
+        while len(self.replicas) <= replica:
+            self.replicas.append(self._new_replica())
         return self.replicas[replica]
 
     def drop(self, actors: Sequence[Any]) -> None:

@@ -95,6 +95,12 @@ class Cluster:
 
         return int(ray.cluster_resources().get("GPU", 0))
 
+    def cores(self) -> list[int]:
+        """Return the number of cores of each node that is alive."""
+        import ray
+
+        return [int(node["Resources"].get("CPU", 1)) for node in ray.nodes() if node["Alive"]]
+
     def close(self) -> None:
         """Disconnect; ends a Ray of our own."""
         import ray

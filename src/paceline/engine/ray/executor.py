@@ -68,6 +68,12 @@ class ReplicaRecord:
         self.incarnation += 1
         self.ready, self.excused_s = False, 0.0
 
+    def joins(self, attempt: Clock) -> None:
+        """Note that an actor is started that begins after all attempts under this number, complete or not."""
+        self.lost()
+        self.attempt, self._newest = attempt, None
+        self.finished = self.dead = False
+
 
 class RayExecutor:
     """Holds A and the undecided Δs of a run, and executes its coordinator's decisions.

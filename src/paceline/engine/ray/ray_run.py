@@ -26,6 +26,7 @@ from paceline.engine.ray.actor_pool import GLANCE_S, ActorPool, exit_reason
 from paceline.engine.ray.cluster import Cluster
 from paceline.engine.ray.server_client import ServerClient
 from paceline.engine.run_context import first_state
+from paceline.engine.scaling import ScaleRequests, fitting, scaling_files
 from paceline.engine.worker_metrics import training_spans, update_workers_file, workers_file
 from paceline.replica.flat_state import write
 from paceline.trace.spans import Span
@@ -75,6 +76,10 @@ class RayRun:
         self._requested_s = 0.0
         self._begun = self._interrupted = False
         self._interrupts = interrupts
+        self._requests = ScaleRequests(job.out, job.strategy)
+        self._room = fitting(job.strategy, cluster.cores())
+        """How many replicas the cluster has had room for."""
+        self._looked_s = 0.0
 
     def outcome(self) -> Outcome:
         """Run to the end."""
@@ -114,11 +119,11 @@ class RayRun:
         on_gpus = job.strategy.device.startswith("cuda")
         gpus = 1.0 / math.ceil(self._replicas / self._cluster.gpus) if on_gpus else 0.0
         stop = lambda: interrupts.count > 0  # noqa: E731
-        actors.start(job, gpus, stop, lambda part: self._watch(Progress("starting", part / 2)))
-        handles = actors.replicas[: self._replicas]
+        actors.start(job, self._room, gpus, stop, lambda part: self._watch(Progress("starting", part / 2)))
+        handles = actors.replicas[: self._room]
         self._server.open(handles)
         if not interrupts.count:
-            for replica in range(self._replicas):
+            for replica in range(len(handles)):
                 self._run_replica(messages.ReplicaAssignment(self._number, replica, 0, 0, 0))
             deadline = time.monotonic() + job.timeout_s
             built = lambda: self._status.phase == "starting" and not self._status.waiting  # noqa: E731
@@ -133,6 +138,7 @@ class RayRun:
             others["standby"] = actors.standby
         known = {role: actors.locations[actor]._asdict() for role, actor in others.items() if actor is not None}
         replicas = {Coordinate(r): actors.locations[a]._asdict() for r, a in enumerate(handles)}
+        self._closing.enter_context(scaling_files(job.out))
         for path in self._closing.enter_context(
             workers_file(job.out, {"main": {"pid": os.getpid()}} | known, replicas)
         ):
@@ -160,6 +166,7 @@ class RayRun:
                     self._replica_ended(self._running.pop(ref), ref)
             if self._status.phase == "training" and not interrupts.count:
                 server.keep_standby()
+                self._scale_if_asked()
             if time.monotonic() - self._requested_s > server.patience_s + TICK_S:
                 late = WaitTimeoutError(
                     f"main waited {server.patience_s:g} s for the server to report the state of the run, and "
@@ -207,12 +214,36 @@ class RayRun:
             return
         if ended.failure is None:
             self._spans += ended.spans
+            if self._job.strategy.elastic and self._status.phase == "training":
+                update_workers_file(self._job.out, Coordinate(replica), None)
             return
         message = json.loads(ended.failure)
         if not (self._begun and self._job.survives_deaths):
             raise WorkerError(failure_text(message))
         self._dead.append(self._actors.replicas[replica])
         self._died(part, f"raised {message['what']}")
+
+    def _scale_if_asked(self) -> None:
+        """Have replicas join or leave, as a request or the room in the cluster says; look at both now and then."""
+        now = time.monotonic()
+        if now - self._looked_s < TICK_S:
+            return
+        self._looked_s = now
+        replicas = self._requests.poll(lambda: int(self._server.call("staying")))
+        if replicas is None and self._job.strategy.elastic:
+            room = fitting(self._job.strategy, self._cluster.cores())
+            replicas, self._room = None if room == self._room else room, room
+        if replicas is None:
+            return
+        for part in self._server.call("scale", replicas):
+            self._start_replica(part, self._actors.join(part.replica))
+
+    def _start_replica(self, part: messages.ReplicaAssignment, actor: Any) -> None:
+        """Have an actor be a replica from now on, while the others train."""
+        self._server.call("replaced", part.replica, actor)
+        self._run_replica(part)
+        located = actor.place.options(concurrency_group=messages.CONTROL).remote()
+        self._places[located] = part.replica
 
     def _died(self, part: messages.ReplicaAssignment, status: str) -> None:
         """Let the run go on without a replica, or with another actor in its place, or end it."""
@@ -222,11 +253,7 @@ class RayRun:
             )
         again: messages.ReplicaAssignment | None = self._server.call("lost", part.replica, part.incarnation, status)
         if again is not None:
-            actor = self._actors.replace(part.replica)
-            self._server.call("replaced", part.replica, actor)
-            self._run_replica(again)
-            located = actor.place.options(concurrency_group=messages.CONTROL).remote()
-            self._places[located] = part.replica
+            self._start_replica(again, self._actors.replace(part.replica))
 
     def _place(self, replica: ReplicaId, ref: Any) -> None:
         """Note where an actor runs that has taken another's place."""

@@ -171,12 +171,25 @@ class ServerRun:
         run.wake.set()
         if incarnation == state.records[replica].incarnation:
             self._pace.left(replica)
-            replaced = self._job.on_death == "replace" and not run.over
+            replaced = (self._job.on_death == "replace" or state.fewest) and not run.over
             with run.guarded():
                 self._change("lost", replica, reason, run.now(), replaced)
             self._replied[replica].set()
         await self._log.settled(for_main=True)
         return state.assignment(self._number, replica) if replica in state.starting and not run.over else None
+
+    async def scale(self, replicas: int) -> list[messages.ReplicaAssignment]:
+        """Let replicas leave, or join, so that there are so many; return the parts of the actors to be started."""
+        run, state, started = self._run, self._state, list[ReplicaId]()
+        if state.phase == "training" and not run.over:
+            with run.guarded():
+                started = self._change("scaled", replicas, run.now())
+        await self._log.settled(for_main=True)
+        return [state.assignment(self._number, replica) for replica in started]
+
+    async def staying(self) -> int:
+        """Return how many replicas take part, or will, and are not to leave."""
+        return len(self._state.staying)
 
     async def replaced(self, replica: ReplicaId, actor: Any) -> None:
         """Call this actor from now on in place of one that has died."""
@@ -195,9 +208,9 @@ class ServerRun:
         run, state = self._run, self._state
         await wait_for(run.changed, TICK_S)
         phase: messages.Phase = "done" if run.done else state.phase
-        waiting = tuple(r for r, record in enumerate(state.records) if not record.ready)
+        waiting = tuple(r for r in sorted(state.members) if not state.records[r].ready)
         if phase == "starting":
-            progress = Progress("starting", 1 - len(waiting) / len(state.records))
+            progress = Progress("starting", 1 - len(waiting) / len(state.members))
         else:
             progress = self._loop.history.progress("training" if phase == "training" else "scoring", run.now())
             progress = replace(progress, remarks=self._loop.remarks)
@@ -221,6 +234,7 @@ class ServerRun:
         workers = [
             worker_figures(Coordinate(r), record.figures, record.step_times, layout.parameter_bytes, state.seconds)
             for r, record in enumerate(state.records)
+            if r in state.members
         ]
         notes: dict[str, str | int | float] = {"threads": threads(self._job.strategy), **self._checkpointer.notes()}
         notes |= state.notes | self._pace.notes()
@@ -315,7 +329,7 @@ class ServerRun:
                 self._save_if_due()
                 await wait_for(run.wake, wait_s)
             else:  # not the end of the budget
-                if all(record.dead for record in state.records) and not run.over:
+                if all(state.records[r].dead for r in state.members) and not run.over:
                     raise self._loop.all_died()
             if state.phase != "scoring":
                 self._finish()

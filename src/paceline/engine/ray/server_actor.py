@@ -27,9 +27,10 @@ class ServerActor(messages.Actor):
         """Set once the copy is there."""
 
     async def open(self, number: int, parts: Sequence[messages.Bytes], replicas: Sequence[Any], scorer: Any) -> None:
-        """Begin to serve a run."""
+        """Begin to serve a run; of replicas that come and go, ``replicas`` are those that take part at first."""
         job: Job = messages.unpack(parts)
-        self._run = ServerRun(job, number, ServerState(job), replicas, scorer)
+        first = len(replicas) if job.strategy.elastic else None
+        self._run = ServerRun(job, number, ServerState(job, replicas=first), replicas, scorer)
 
     async def ask(self, method: str, *args: Any) -> Any:
         """Call a method of the run."""

@@ -103,7 +103,7 @@ class ServerClient:
         began = time.monotonic()
         actors.drop([actors.server])
         actors.server, actors.standby, self.guarded = actors.standby, None, False
-        handles = actors.replicas[: self._job.strategy.replicas]
+        handles = actors.replicas[: self._job.strategy.replicas]  # of those that come and go, all that ever came
         try:
             updates, _ = self._result(actors.server.take_over.remote(handles, actors.scorer))
         except PacelineError as lost:

@@ -27,6 +27,7 @@ from paceline.engine.ray import messages
 from paceline.engine.ray.executor import RayExecutor
 from paceline.engine.replacement import DeathCounter
 from paceline.engine.run_context import RunContext
+from paceline.engine.scaling import moves
 from paceline.engine.worker_metrics import Figures
 from paceline.replica.optimizer_state import whole_chunks
 
@@ -39,13 +40,17 @@ class ServerState:
     Args:
         job: what is run.
         copied: state of another process; None: the run begins.
+        replicas: that take part at first; None: all.
     """
 
-    def __init__(self, job: Job, copied: "CopiedState | None" = None) -> None:
+    def __init__(self, job: Job, copied: "CopiedState | None" = None, replicas: int | None = None) -> None:
         self.context = context = RunContext(job)
         self.executor = RayExecutor(context, restore=copied is None)
         state = self.executor.owner.state
-        self.loop = RunLoop(context, self.executor, state.digest(), self._evaluate, parks=job.on_death != "stop")
+        parks, self.members = job.on_death != "stop", set(range(replicas or context.replicas))
+        self.loop = RunLoop(
+            context, self.executor, state.digest(), self._evaluate, replicas=len(self.members), parks=parks
+        )
         self.queue = EvaluationQueue(job.program, state.layout.nbytes)
         """Snapshots that were taken, and whose records have not come."""
         self.phase: messages.Phase = "starting"
@@ -54,7 +59,9 @@ class ServerState:
         self.seconds = self.loop.start_s
         """How long training has lasted, at its end."""
         self.starting: dict[ReplicaId, Seconds] = {}
-        """Replicas whose actors are started in the place of dead ones, and since when."""
+        """Replicas whose actors are started in the place of dead ones, or to join, and since when."""
+        self.joining: set[ReplicaId] = set()
+        """Those of them that the policy does not know."""
         self.notes: dict[str, str] = {}
         """What was remarked about replicas."""
         self._deaths = DeathCounter()
@@ -69,6 +76,10 @@ class ServerState:
         self.records[replica].ready = True
         self.starting.pop(replica, None)
         self.loop.last_event_s = now
+        if replica in self.joining:
+            self.joining.remove(replica)
+            if self.phase == "training":
+                self.coordinator.admit(replica)
 
     def begin(self, began: Nanoseconds) -> None:
         """Begin training."""
@@ -118,13 +129,30 @@ class ServerState:
         if self.phase == "training":
             self.coordinator.left(replica, "done")
 
+    def scaled(self, replicas: int, now: Seconds) -> list[ReplicaId]:
+        """Let replicas leave, or join, so that there are so many; return those whose actors are to be started."""
+        leaving, joining = moves(self.staying, replicas, len(self.records))
+        for replica in leaving:
+            self.coordinator.depart(replica)
+        started = list[ReplicaId]()
+        for replica in joining:
+            self.coordinator.stay(replica)
+            if replica in self.coordinator.present | self.joining:
+                continue
+            self.records[replica].joins(self.coordinator.positions[replica].attempt)
+            self.members.add(replica)
+            self.joining.add(replica)
+            self.starting[replica] = now
+            started.append(replica)
+        return started
+
     def lost(self, replica: ReplicaId, status: str, now: Seconds, replaced: bool) -> None:
         """Note that a replica's actor has died, and whether another makes its attempt anew, or the policy has P - 1.
 
         Raises:
             WorkerError: it has died too often at this step.
         """
-        record, present = self.records[replica], replica in self.coordinator.present
+        record, present = self.records[replica], replica in self.coordinator.present | self.joining
         record.lost()
         self.starting.pop(replica, None)
         if self.phase != "training":
@@ -138,6 +166,7 @@ class ServerState:
             self.starting[replica] = now
         else:
             record.dead = True
+            self.joining.discard(replica)
             self.coordinator.left(replica, "died")
 
     def evaluated(self, record: Record) -> None:
@@ -159,6 +188,16 @@ class ServerState:
             self.loop.evaluate_final(now)
 
     # ---------------------------------------------------------------------------------------------------- questions
+
+    @property
+    def staying(self) -> set[ReplicaId]:
+        """Return the replicas that take part, or will, and are not to leave."""
+        return (self.coordinator.present | self.joining) - self.coordinator.departing
+
+    @property
+    def fewest(self) -> bool:
+        """Return whether there are as few replicas as the bounds allow, so that one that dies is replaced."""
+        return len(self.staying) <= (self.context.job.strategy.least_replicas or 0)
 
     def completed(self, replica: ReplicaId) -> int:
         """Return the newest attempt of a replica that is complete."""
@@ -234,7 +273,7 @@ class ServerState:
 
 
 # Attributes of a state that a copy has as they are.
-_OWN = ("phase", "began", "seconds", "starting", "notes", "_deaths")
+_OWN = ("phase", "began", "seconds", "starting", "joining", "members", "notes", "_deaths")
 
 
 class CopiedState(NamedTuple):

@@ -1,0 +1,153 @@
+"""Replicas on Ray come and go within bounds, by request and by death; each sample of an epoch is used once."""
+
+import functools
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import Program, Run
+from paceline.engine.scaling import scale
+from tests.engine.local import moments
+from tests.engine.local.commands import eventually
+
+OnRay = Callable[..., Run]
+
+
+def counting() -> Program:
+    """A program whose trained weights count how often each sample was applied, whatever the sizes of batches."""
+    return moments.counting(loss=lambda output, target: -output.sum() + 0 * target.sum())
+
+
+def gated(worker: Any, *, folder: Path, gates: dict[int, str], pause_s: float = 0.0) -> None:
+    """The plain loop; before so many steps of its own a replica waits for a mark."""
+    for made, batch in enumerate(worker.batches()):
+        if made in gates:
+            eventually((folder / gates[made]).exists)
+        threading.Event().wait(pause_s)
+        worker.step(batch)
+
+
+class Outside:
+    """What another shell does to a run.
+
+    Args:
+        folder: of the run, its ``out``; marks are made beside it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def rows(self) -> dict[int, int]:
+        """Return the pids of the replicas, by number."""
+        rows = json.loads((self.folder / "workers.json").read_text())
+        return {row["replica"]: row["pid"] for row in rows if row["role"] == "replica"}
+
+    def scaled(self, replicas: int) -> None:
+        eventually((self.folder / "workers.json").exists)
+        scale(self.folder, replicas, timeout_s=60.0)
+        eventually(lambda: len(self.rows()) == replicas)
+
+    def mark(self, name: str) -> None:
+        (self.folder.parent / name).touch()
+
+
+def both(train: Callable[[], Run], acts: Callable[[], None]) -> Run:
+    """Train in this thread, as Ray wants it, while another acts."""
+    with ThreadPoolExecutor(1) as pool:
+        acting = pool.submit(acts)
+        run = train()
+        acting.result(timeout=60.0)
+    return run
+
+
+def test_replicas_join_and_leave(on_ray: OnRay, tmp_path: Path) -> None:
+    """Two of three leave while the first one waits, long before the end of the data."""
+    outside = Outside(tmp_path / "run")
+
+    def acts() -> None:
+        outside.scaled(3)
+        outside.mark("up")
+        outside.scaled(1)
+        outside.mark("down")
+
+    def first_waits(worker: Any) -> None:
+        gates = {2: "up", 20: "down"} if worker.replica == 0 else {2: "up"}
+        gated(worker, folder=tmp_path, gates=gates, pause_s=0.01 if worker.replica else 0.0)
+
+    run = both(
+        lambda: on_ray(
+            counting(),
+            "replicas=1..3 aggregation=asynchronous",
+            epochs=150,
+            loop=first_waits,
+            out=outside.folder,
+            timeout_s=120.0,
+            suspect_after_s=120.0,
+        ),
+        acts,
+    )
+    assert run.state["weight"].tolist() == [150.0] * moments.SAMPLES
+    assert len(run.summary["utilisation"]) == 3
+    assert not run.left
+
+
+@pytest.mark.parametrize("policy", ["asynchronous", "synchronous:combine=sum"])
+def test_one_that_joins_takes_its_share_and_one_that_dies_leaves_its(
+    on_ray: OnRay, tmp_path: Path, policy: str
+) -> None:
+    outside, dead = Outside(tmp_path / "run"), threading.Event()
+
+    def acts() -> None:
+        outside.scaled(3)
+        os.kill(outside.rows()[2], signal.SIGKILL)
+        dead.set()
+        outside.mark("go")
+
+    loop = functools.partial(gated, folder=tmp_path, gates={2: "go"})
+    run = both(
+        lambda: on_ray(
+            counting(),
+            f"replicas=1..3 aggregation={policy}",
+            epochs=6,
+            loop=loop,
+            out=outside.folder,
+            timeout_s=120.0,
+            suspect_after_s=120.0,
+        ),
+        acts,
+    )
+    assert dead.is_set()
+    assert [exit_.replica for exit_ in run.left] == [2]
+    assert run.state["weight"].tolist() == [6.0] * moments.SAMPLES
+
+
+def test_no_fewer_than_the_bound(on_ray: OnRay, tmp_path: Path) -> None:
+    outside = Outside(tmp_path / "run")
+
+    def acts() -> None:
+        eventually((outside.folder / "workers.json").exists)
+        os.kill(outside.rows()[1], signal.SIGKILL)
+        outside.mark("go")
+
+    loop = functools.partial(gated, folder=tmp_path, gates={1: "go"})
+    run = both(
+        lambda: on_ray(
+            counting(),
+            "replicas=2..3 aggregation=asynchronous",
+            epochs=4,
+            loop=loop,
+            out=outside.folder,
+            timeout_s=120.0,
+            suspect_after_s=120.0,
+        ),
+        acts,
+    )
+    assert [exit_.reason.endswith("; replaced") for exit_ in run.left] == [True]
+    assert run.state["weight"].tolist() == [4.0] * moments.SAMPLES
