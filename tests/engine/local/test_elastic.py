@@ -22,6 +22,7 @@ from paceline.engine.local.engine import LocalEngine
 from paceline.engine.scaling import ANSWER, REQUEST
 from tests.engine import programs
 from tests.engine.local import leaks, moments
+from tests.engine.local.commands import eventually
 
 Local = Callable[..., Run]
 Act = Callable[[int], None]
@@ -49,6 +50,16 @@ def watching(act: Act) -> Iterator[None]:
             patch.setattr(f"{module}.TICK_S", 0.0)
         patch.setattr("paceline.api.train.watcher", lambda *_: nullcontext(watch))
         yield
+
+
+def together(worker: Any, *, folder: Path, replicas: int) -> None:
+    """The plain loop; each replica waits before its third step until so many have made one."""
+    for made, batch in enumerate(worker.batches()):
+        (folder / f"replica {worker.replica}").touch()
+        if made == 2:
+            eventually(lambda: len([*folder.glob("replica *")]) >= replicas)
+        threading.Event().wait(0.003)
+        worker.step(batch)
 
 
 def asks(folder: Path, at: Mapping[int, int]) -> Act:
@@ -92,9 +103,12 @@ def counting() -> Program:
 def test_an_epoch_is_exact_while_replicas_come_and_go(local: Local, tmp_path: Path, policy: str) -> None:
     """Trained weights count how often each sample was applied."""
     before, folder = leaks.files(), tmp_path / "run"
-    with watching(asks(folder, {3: 4, 20: 1, 45: 3})):
-        run = local(counting(), f"replicas=1..4 aggregation={policy}", epochs=8, loop=slowly, out=folder, trace=True)
+    loop = functools.partial(together, folder=tmp_path, replicas=4)
+    settings = {"out": folder, "trace": True, "suspect_after_s": 60.0}
+    with watching(asks(folder, {1: 4, 16: 1, 40: 3})):
+        run = local(counting(), f"replicas=1..4 aggregation={policy}", epochs=8, loop=loop, **settings)
     assert run.state["weight"].tolist() == [8.0] * moments.SAMPLES
+    assert run.summary.get("not_saved") is None
     assert not run.left
     steps = steps_of(run)
     assert set(steps) == {0, 1, 2, 3}, "all have come"
@@ -106,15 +120,17 @@ def test_an_epoch_is_exact_while_replicas_come_and_go(local: Local, tmp_path: Pa
 @pytest.mark.parametrize("policy", POLICIES)
 def test_an_epoch_is_exact_though_replicas_die(local: Local, tmp_path: Path, policy: str) -> None:
     folder = tmp_path / "run"
-    asked, killed = asks(folder, {1: 4}), kills(folder, [(12, 3), (20, 2), (28, 1)])
+    loop = functools.partial(together, folder=tmp_path, replicas=4)
+    asked, killed = asks(folder, {1: 4}), kills(folder, [(16, 3), (20, 2), (28, 1)])
     with watching(lambda updates: (asked(updates), killed(updates))[0]):
         run = local(
             counting(),
             f"replicas=1..4 aggregation={policy}",
             epochs=8,
-            loop=slowly,
+            loop=loop,
             out=folder,
             on_death="continue",
+            suspect_after_s=60.0,
         )
     assert sorted(exit_.replica for exit_ in run.left) == [1, 2, 3]
     assert run.state["weight"].tolist() == [8.0] * moments.SAMPLES
@@ -140,8 +156,10 @@ def test_no_fewer_than_the_bound(local: Local, tmp_path: Path) -> None:
 def test_steps_are_those_of_the_run(local: Local, tmp_path: Path) -> None:
     """One that comes later makes as many as the others still have to make."""
     folder = tmp_path / "run"
-    with watching(asks(folder, {10: 3})):
-        run = local(programs.program(), "replicas=2..3", steps=40, loop=slowly, out=folder, trace=True)
+    loop = functools.partial(together, folder=tmp_path, replicas=3)
+    settings = {"out": folder, "trace": True, "suspect_after_s": 60.0}
+    with watching(asks(folder, {1: 3})):
+        run = local(programs.program(), "replicas=2..3", steps=40, loop=loop, **settings)
     steps = steps_of(run)
     assert steps[0] == steps[1] == 40
     assert 0 < steps[2] < 40

@@ -164,8 +164,8 @@ class LocalRun:
         others = {"coordinator": {"pid": os.getpid()}, "scorer": {"pid": self._evaluation.child.pid}}
         mesh, processes = job.strategy.mesh, workers.supervisor.processes
         pids = {mesh.coordinate(worker): {"pid": process.pid} for worker, process in processes.items()}
-        self._closing.enter_context(scaling_files(job.out))
         self._closing.enter_context(workers_file(job.out, others, pids))
+        self._closing.enter_context(scaling_files(job.out))
 
     def _train(self) -> Seconds:
         """Train until the budget is spent, the condition met, or Ctrl-C pressed; return the training time."""

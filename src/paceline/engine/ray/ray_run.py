@@ -138,11 +138,11 @@ class RayRun:
             others["standby"] = actors.standby
         known = {role: actors.locations[actor]._asdict() for role, actor in others.items() if actor is not None}
         replicas = {Coordinate(r): actors.locations[a]._asdict() for r, a in enumerate(handles)}
-        self._closing.enter_context(scaling_files(job.out))
         for path in self._closing.enter_context(
             workers_file(job.out, {"main": {"pid": os.getpid()}} | known, replicas)
         ):
             self._cluster.janitor.remove_on_exit(path)
+        self._closing.enter_context(scaling_files(job.out))
         if not interrupts.count:
             self._server.call("begin")
             self._begun = True
