@@ -17,15 +17,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from forms import ALONE, BATCH, OPTIMIZERS, SAMPLES, SAVED_AT, SIZES, SPLITS, STEPS, Split
+from forms import ALONE, BATCH, OPTIMIZERS, SAMPLES, SAVED_AT, SIZES, SPLITS, STEPS, TOLERANCE, Split
 from kit.crew import crew
 from kit.machine import machine
 from kit.sheet import Sheet
-from page import HERE, write_page
+from page import HERE, UNCUT, write_page
 from ranks import Task, Trained, far_apart, uncut, work
-
-# Largest relative deviation of a loss.
-TOLERANCE = 1e-6
 
 # Forms go on as other forms from 8 workers on 3, and as themselves from any number on any.
 ACROSS = (8, 3)
@@ -88,7 +85,18 @@ class Matrix:
             row = {"saved": saved.strategy, "resumed": split.strategy, "optimizer": kind[0], "dtype": kind[1]}
             row |= {"updates": len(result.losses), "of_train": f"{apart[0]:.3g}", "of_test": f"{apart[1]:.3g}"}
             self.resumed.put(row | {"each_sample_once": once} | machine())
-            self._require(max(apart) <= TOLERANCE and once and len(result.losses) == STEPS, str(row))
+            holds = max(apart) <= TOLERANCE[self._dtype] and once and len(result.losses) == STEPS
+            self._require(holds, str(row))
+
+    def train_uncut(self) -> None:
+        """Train all splits without a cut, to see how far from one process that is."""
+        whole, kind = uncut(self._optimizer, self._dtype), (self._optimizer, self._dtype)
+        missing = [split for split in self._splits if self.resumed.find(UNCUT, split.strategy, *kind) is None]
+        for split, _, result in _done([(split, Task(split.strategy, *kind, "")) for split in missing]):
+            apart = [largest_apart(result.losses, whole, which) for which in (0, 1)]
+            row = {"saved": UNCUT, "resumed": split.strategy, "optimizer": kind[0], "dtype": kind[1]}
+            row |= {"updates": len(result.losses), "of_train": f"{apart[0]:.3g}", "of_test": f"{apart[1]:.3g}"}
+            self.resumed.put(row | {"each_sample_once": each_once(result.taken)} | machine())
 
     def _task(self, saved: Split, split: Split) -> Task:
         return Task(split.strategy, self._optimizer, self._dtype, self._path(saved))
@@ -166,6 +174,7 @@ def main() -> None:
         matrix = Matrix(Path(folder), HERE / "results", used, "adamw", "float32")
         matrix.save()
         matrix.resume_all(across)
+        matrix.train_uncut()
     write_page()
     sys.exit(1 if failures or matrix.failures else 0)
 

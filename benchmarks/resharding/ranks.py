@@ -38,7 +38,7 @@ class Task(NamedTuple):
         strategy: of the split.
         optimizer: its name.
         dtype: of all parameters: ``float64`` or ``float32``.
-        folder: where a run is saved; or of a run to go on from.
+        folder: where a run is saved; or of a run to go on from; "": the run is not cut.
         read: folders of checkpoints that are read into this split; none: the run is saved or goes on.
     """
 
@@ -82,20 +82,22 @@ def work(member: Member, tasks: Sequence[tuple[int, Task]]) -> None:
 
 
 def train(member: Member, task: Task) -> Trained:
-    """Train to the cut and save, or go on from there to the end."""
+    """Train to the cut and save, or go on from there to the end; or train from the beginning to the end."""
     batches, folder = Batches(), Path(task.folder)
     saves = not folder.exists()
-    it = program(task.optimizer, getattr(torch, task.dtype), batches)
-    if saves:
+    it, differing = program(task.optimizer, getattr(torch, task.dtype), batches), list[str]()
+    if not task.folder:
+        run = TRAIN(it, task.strategy, steps=SAVED_AT + STEPS)
+    elif saves:
         run = TRAIN(it, task.strategy, steps=SAVED_AT, checkpoint=folder, checkpoint_every="1000 steps")
         saved = Checkpoint.open(folder / f"step-{SAVED_AT}")
         differing = [name for name, value in run.state.items() if not same_bits(value, saved.read(name))]
     else:
-        run, differing = TRAIN(it, task.strategy, steps=SAVED_AT + STEPS, resume=folder), []
+        run = TRAIN(it, task.strategy, steps=SAVED_AT + STEPS, resume=folder)
     updates = SAVED_AT if saves else STEPS
     rows = [(row.train_loss, row.test_loss) for row in run.history][-updates:]
-    replicas = run.strategy.replicas  # type: ignore[union-attr]
-    return Trained(rows, taken(member, batches.taken, updates, replicas), differing)  # type: ignore[arg-type]
+    replicas, made = run.strategy.replicas, updates if task.folder else SAVED_AT + STEPS  # type: ignore[union-attr]
+    return Trained(rows, taken(member, batches.taken, made, replicas), differing)  # type: ignore[arg-type]
 
 
 def uncut(optimizer: str, dtype: str) -> list[tuple[float, float]]:

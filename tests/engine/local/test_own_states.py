@@ -10,6 +10,7 @@ import torch
 
 from paceline import Run, train
 from paceline.checkpoint.reader import newest
+from paceline.engine.local import own_state
 from tests.engine import programs
 
 Local = Callable[..., Run]
@@ -35,7 +36,10 @@ FALLING = programs.program(
         ("replicas=1 aggregation=hogwild", FALLING),
     ],
 )
-def test_a_run_that_was_cut_ends_as_one_that_was_not(local: Local, tmp_path: Path, strategy: str, program: Any) -> None:
+def test_a_run_that_was_cut_ends_as_one_that_was_not(
+    local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, program: Any
+) -> None:
+    monkeypatch.setattr(own_state, "ANSWER_S", 60.0)
     whole = local(program, strategy, steps=16)
     local(program, strategy, steps=6, checkpoint=tmp_path, checkpoint_every="100 steps")
     run = local(program, strategy, steps=16, checkpoint=tmp_path, resume=True)
@@ -62,7 +66,10 @@ def test_what_replicas_go_on_with_is_what_they_had(local: Local, tmp_path: Path,
 
 
 @pytest.mark.parametrize("policy", ["elastic-averaging:period=2,elasticity=0.2", "hogwild"])
-def test_each_replica_has_a_state_of_its_own_in_the_checkpoint(local: Local, tmp_path: Path, policy: str) -> None:
+def test_each_replica_has_a_state_of_its_own_in_the_checkpoint(
+    local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    monkeypatch.setattr(own_state, "ANSWER_S", 60.0)
     strategy = f"replicas=3 aggregation={policy}"
     run = local(PROGRAM, strategy, steps=12, checkpoint=tmp_path, checkpoint_every="2 steps")
     assert run.summary["notes"]["checkpoint_failures"] == 0

@@ -294,7 +294,9 @@ class LocalRun:
         own, engine = list[TensorChunk](), dict[str, Any]()
         if self._own_states is not None:
             attempts = [position.attempt for position in self._coordinator.positions]
-            own, engine = self._own_states.snapshot(attempts, self._workers.living.__contains__)
+            own, engine = self._own_states.snapshot(
+                attempts, self._workers.living.__contains__, lambda replica: self._workers.wakeups[replica].notify()
+            )
         if optimizer is None:
             return Snapshot([*whole_chunks(self._server.state), *own], {}, engine)
         return Snapshot([*optimizer.chunks(), *held, *own], optimizer.flat_optimizer.state_json(), engine)

@@ -33,7 +33,7 @@ from paceline.replica.flat_state import FlatLayout
 from paceline.replica.local_sgd import KeepsState
 
 # How long main waits for copies that it has asked for.
-ANSWER_S: Seconds = 1.0
+ANSWER_S: Seconds = 2.0
 
 # What a replica has left once it makes no attempt any more: it answers no further question.
 _LAST = 1 << 62
@@ -98,10 +98,14 @@ class OwnStates:
             if not self.on_request:
                 self.leave(replica, attempt, own=own)
 
+    def asked(self, replica: ReplicaId) -> bool:
+        """Return whether main has asked for a copy that a replica has not left."""
+        return self.on_request and self._answered(replica)[0] < self._asked[0]
+
     def leave(self, replica: ReplicaId, attempt: Clock, *, own: KeepsState) -> None:
         """Leave a copy of what a replica has after an attempt; nothing where there is no memory for it."""
         asked = self._asked[0]
-        if self.on_request and self._answered(replica)[0] >= asked:
+        if self.on_request and not self.asked(replica):
             return
         index, saved = self._index(replica, attempt), own.state_json()
         words = self._words[3 * replica : 3 * replica + 2]
@@ -158,31 +162,40 @@ class OwnStates:
         return OwnState(saved, tensors)
 
     def snapshot(
-        self, attempts: Sequence[Clock], alive: Callable[[ReplicaId], bool]
+        self, attempts: Sequence[Clock], alive: Callable[[ReplicaId], bool], notify: Callable[[ReplicaId], None]
     ) -> tuple[list[TensorChunk], dict[str, Any]]:
         """Return what replicas have after these attempts: chunks, and what is no tensor, for a checkpoint.
 
         Args:
             attempts: the newest of each that main has read.
             alive: returns whether a replica may still answer.
+            notify: wakes a replica that waits for a grant.
         """
         chunks, saved = list[TensorChunk](), dict[str, Any]()
-        for replica in self._ask(range(len(attempts)), alive) if self.on_request else range(len(attempts)):
+        replicas: Sequence[ReplicaId] = range(len(attempts))
+        for replica in self._ask(replicas, alive, notify) if self.on_request else replicas:
             state = self.find(replica, attempts[replica])
             if state is not None:
                 chunks += state.chunks(replica)
                 saved[str(replica)] = state.saved
         return chunks, {KEY: saved}
 
-    def _ask(self, replicas: Collection[ReplicaId], alive: Callable[[ReplicaId], bool]) -> list[ReplicaId]:
+    def _ask(
+        self,
+        replicas: Sequence[ReplicaId],
+        alive: Callable[[ReplicaId], bool],
+        notify: Callable[[ReplicaId], None],
+    ) -> list[ReplicaId]:
         """Ask replicas for copies, wait for those that are alive, but not for long, and return who has left one."""
         self._asked[0] += 1
+        for replica in filter(alive, replicas):
+            notify(replica)
         deadline = time.monotonic() + ANSWER_S
         while time.monotonic() < deadline:
             late = [r for r in replicas if self._answered(r)[0] < self._asked[0] and alive(r)]
             if not late:
                 break
-            time.sleep(0.001)  # they are at work, and have no reason to wake main
+            time.sleep(0.001)  # they are at work, and do not wake main
         return [r for r in replicas if self._answered(r)[0] >= self._asked[0]]
 
     def _answered(self, replica: ReplicaId) -> "memoryview[int]":

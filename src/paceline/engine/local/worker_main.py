@@ -67,6 +67,7 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
         if states is not None and isinstance(inner, (LocalSGD, WritesInPlace)):
             states.begin(context, replica, client.attempt, inner)
             client.leave = functools.partial(states.leave, replica, own=inner)
+            client.asked = functools.partial(states.asked, replica)
         link.send(json.dumps({"ready": replica, "pid": os.getpid()}).encode())
         worker.run(job.loop)
         if states is not None and isinstance(inner, WritesInPlace):
@@ -128,6 +129,8 @@ class SharedMemoryClient(GrantedClient):
         self._slices = SliceOptimizer(arena)
         self.leave: Callable[[Clock], None] = lambda _: None
         """Leaves a copy of what the replica keeps after an attempt."""
+        self.asked: Callable[[], bool] = lambda: False
+        """Returns whether main waits for one."""
         self.grant = Grant(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
         """The newest grant."""
         self._version = 0
@@ -140,6 +143,8 @@ class SharedMemoryClient(GrantedClient):
         while not control.ended(replica):
             if self._under_way:
                 return True
+            if self.asked():
+                self.leave(self.attempt)
             if self.attempt < control.last_allowed(replica):
                 self.grant = grant = control.read_grant(replica)
                 ahead = (self.attempt + 1 - grant.attempt) * grant.micro_steps  # within the grant's lead
@@ -189,6 +194,7 @@ class SharedMemoryClient(GrantedClient):
             control.last_allowed(replica) > self.attempt
             or control.ended(replica)
             or control.pending_slice(replica) is not None
+            or self.asked()
         )
 
     def push(self, measured: Measured, *, cancelled: bool = False) -> None:
