@@ -13,8 +13,8 @@ Load = Callable[[str], Any]
 
 
 REDUCED = {
-    "kill": 10, "gang": 2, "protocol": 16, "coordinator": 2, "pair": 4, "starting": 4, "stop": 3, "interpreter": 1,
-    "nan": 4, "flip": 1, "main": 5, "overwrite": 4, "mutate": 100, "samples": 1, "sigterm": 3, "ctrl-c": 2,
+    "kill": 10, "gang": 2, "protocol": 8, "coordinator": 1, "pair": 2, "starting": 2, "stop": 2, "interpreter": 1,
+    "nan": 4, "flip": 1, "main": 3, "overwrite": 2, "mutate": 100, "samples": 1, "sigterm": 2, "ctrl-c": 1,
 }  # fmt: skip
 """Row -> trials: by value of the row, within ten minutes on two idle cores. Those that need root are not among them."""
 
