@@ -29,6 +29,7 @@ class BatchDispatcher:
             the next one that asks where there is none.
         owners: replicas that have a stream of their own, the one of their number.
         held: batches of Δs that have arrived, and are neither applied nor discarded.
+        hands_on: whether replicas take what another one's stream has left; else each counts on its own.
     """
 
     def __init__(
@@ -37,10 +38,11 @@ class BatchDispatcher:
         position: DataPosition,
         owners: Collection[ReplicaId],
         held: Collection[Outstanding] = (),
+        *,
+        hands_on: bool = True,
     ) -> None:
         self.quota, self._order = quota, position.order
-        self.hands_on = self._order is not None
-        """Whether replicas take what another one's stream has left; else each counts on its own."""
+        self._hands_on = hands_on and self._order is not None
         self._next = list(position.taken)
         """The next batch of each stream."""
         self._open = [stream for stream in range(len(self._next)) if stream not in owners]
@@ -55,13 +57,15 @@ class BatchDispatcher:
             self._given[replica, clock] = batches
         for batches, replica, _ in position.outstanding:
             if replica is None or replica in self._reserved:
-                self._returned.append(batches)
+                self._return(batches)
             else:
                 self._reserved[replica] = batches
 
     def take(self, replica: ReplicaId, clock: Clock) -> BatchRange:
         """Return the batches of a replica's next Δ, its ``clock``-th; none where its share of the budget is spent."""
-        if self._reserved or self._returned or self._open:
+        if (reserved := self._reserved.pop(replica, None)) is not None:
+            batches = self._split(reserved)
+        elif self._returned or self._open:
             batches = self._earliest(replica)
         else:
             batches = BatchRange(replica, self._next[replica], self.quota.micro_steps)
@@ -88,15 +92,15 @@ class BatchDispatcher:
 
     def abandon(self, replica: ReplicaId) -> None:
         """Let others take what the stream of a replica has left, for it has died."""
-        if replica in self._owners and self.hands_on:
+        if replica in self._owners and self._hands_on:
             self._owners.remove(replica)
             self._open.append(replica)
         if (batches := self._reserved.pop(replica, None)) is not None:
-            self._returned.append(batches)
+            self._return(batches)
 
     def reclaim(self, replica: ReplicaId) -> None:
         """Give a replica that has come back its stream again, from where the others have left it."""
-        if self.hands_on and replica in self._had_streams:
+        if self._hands_on and replica in self._had_streams:
             self._owners.add(replica)
             self._open = [stream for stream in self._open if stream != replica]
 
@@ -111,12 +115,7 @@ class BatchDispatcher:
     def _earliest(self, replica: ReplicaId) -> BatchRange:
         """Return what belongs to the earliest epoch; of one epoch, the replica's own stream comes first."""
         count, order = self.quota.micro_steps, self._order
-        own = self._reserved.pop(replica, None)
-        if own is not None:
-            return self._split(own, count)
-        if order is None:
-            self._next[replica] += count
-            return BatchRange(replica, self._next[replica] - count, count)
+        assert order is not None, "without an order nothing is handed on"
         if not self._returned and len(self._next) == 1:  # the usual case of a stream that all share
             candidates = [(0, True, BatchRange(0, self._next[0], count))]
         else:
@@ -129,7 +128,7 @@ class BatchDispatcher:
         _, _, batches = min(candidates)
         if batches in self._returned:
             self._returned.remove(batches)
-            return self._split(batches, count)
+            return self._split(batches)
         self._next[batches.stream] = batches.first + count
         return batches
 
@@ -140,18 +139,22 @@ class BatchDispatcher:
             self._next[stream] += 1
         return self._next[stream]
 
-    def _split(self, batches: BatchRange, most: int) -> BatchRange:
-        """Return the first of some batches; the others may be taken by anybody."""
-        stream, first, count = batches
+    def _split(self, batches: BatchRange) -> BatchRange:
+        """Return as many of some batches as one Δ takes; the others may be taken by anybody."""
+        (stream, first, count), most = batches, self.quota.micro_steps
         if count > most:
-            self._returned.append(BatchRange(stream, first + most, count - most))
+            self._return(BatchRange(stream, first + most, count - most))
         return BatchRange(stream, first, min(count, most))
+
+    def _return(self, batches: BatchRange) -> None:
+        if self._hands_on:
+            self._returned.append(batches)
 
     def _put_back(self, batches: BatchRange) -> None:
         if batches.first + batches.size == self._next[batches.stream]:
             self._next[batches.stream] = batches.first
         elif batches.size:
-            self._returned.append(batches)
+            self._return(batches)
 
 
 def dispatcher_of(quota: StepQuota, replicas: int) -> BatchDispatcher:

@@ -104,7 +104,9 @@ class RunContext:
     def dispatcher(self) -> BatchDispatcher:
         """Return what gives replicas their batches, from where the run begins."""
         owners = range(0 if self.shares_stream else self.replicas)
-        return BatchDispatcher(self._step_quota(), self.data, owners, self._held)
+        # A replica that writes A in place may be steps ahead of its grant, and knows its next batches by itself.
+        hands_on = not isinstance(self.delta, InPlace)
+        return BatchDispatcher(self._step_quota(), self.data, owners, self._held, hands_on=hands_on)
 
     def first_batch(self, replica: ReplicaId) -> int:
         """Return the number of the first batch of a replica's own stream, that it was at work on included."""

@@ -120,7 +120,6 @@ class LocalRun:
         self._loop = RunLoop(
             context, self._server, digest, self._evaluate, watch, noise, replicas=first_replicas, parks=parks
         )
-        self._loop.dispatcher.hands_on &= not self._max_lead  # a replica that is ahead knows its next batches by itself
         self._coordinator = self._loop.coordinator
         self._checkpointer = Checkpointer(context, self._loop, self._snapshot)
         closing.callback(self._checkpointer.close)
