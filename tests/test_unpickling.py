@@ -23,12 +23,11 @@ RENAMED = {"import_module": "importlib", "FileSystemReader": "dcp"}
 
 WHERE: dict[tuple[str, str], tuple[int, str]] = {
     ("comm/shared_pickle.py", "pickle.loads"): (2, "between processes of one run, over sockets that it alone has"),
+    ("comm/shared_pickle.py", "pickle.Unpickler"): (1, "the same"),
     ("engine/local/replica_group.py", "pickle.loads"): (1, "the same"),
     ("engine/spmd/launcher.py", "pickle.loads"): (1, "the same"),
     ("engine/spmd/rank_context.py", "pickle.loads"): (1, "between ranks of one job, over its process group"),
     ("engine/spmd/survival.py", "pickle.loads"): (1, "the same"),
-    ("engine/distributed/replicated_coordinator.py", "pickle.Unpickler"): (1, "the same"),
-    ("engine/ray/server_state.py", "pickle.Unpickler"): (1, "between the actors of one run, as Ray's own messages"),
     ("engine/spmd/rank_registry.py", "dist.all_gather_object"): (1, "the same"),
     ("datasets/files.py", "pickle.Unpickler"): (1, "finds no class but replacements of its own"),
     ("api/predictor.py", "torch.load"): (1, "with weights_only=True"),

@@ -25,7 +25,7 @@ import os
 import pickle
 import socket
 import struct
-from collections.abc import Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -79,14 +79,18 @@ def share(obj: object, spill: SpillAllocator | None = None) -> SharedObject:
         segment.close()
 
 
-def parts_of(obj: object) -> list[memoryview]:
+def parts_of(obj: object, known: Mapping[str, object] | None = None) -> list[memoryview]:
     """Return the pickle of an object graph, then its large arrays: each distinct one once, and none copied.
+
+    Args:
+        obj: the root of the graph.
+        known: objects that the other process has as well, by a name that stands for them.
 
     Raises:
         InputError: a part of it can't be pickled.
     """
     stream = io.BytesIO()
-    pickler = _Pickler(stream)
+    pickler = _Pickler(stream) if known is None else _NamingPickler(stream, known)
     try:
         pickler.dump(obj)
     except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError) as error:
@@ -97,9 +101,11 @@ def parts_of(obj: object) -> list[memoryview]:
     return [stream.getbuffer(), *pickler.buffers]
 
 
-def object_of(parts: Sequence[Any]) -> Any:
+def object_of(parts: Sequence[Any], known: Mapping[str, object] | None = None) -> Any:
     """Rebuild an object graph of the parts, or of any buffers that hold them; its large arrays are views of these."""
-    return pickle.loads(parts[0], buffers=parts[1:])
+    if known is None:
+        return pickle.loads(parts[0], buffers=parts[1:])
+    return _NamingUnpickler(io.BytesIO(parts[0]), known, parts[1:]).load()
 
 
 def unpack(shared: SharedObject, *, at_once: bool = True) -> Any:
@@ -149,6 +155,28 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             return True
         self.buffers.append(raw)
         return False
+
+
+class _NamingPickler(_Pickler):
+    """Writes names for objects that the other process has as well."""
+
+    def __init__(self, file: io.BytesIO, known: Mapping[str, object]) -> None:
+        super().__init__(file)
+        self._names = {id(obj): name for name, obj in known.items()}
+
+    def persistent_id(self, obj: Any) -> str | None:
+        return self._names.get(id(obj))
+
+
+class _NamingUnpickler(pickle.Unpickler):
+    """Puts that process's own objects in their places."""
+
+    def __init__(self, file: io.BytesIO, known: Mapping[str, object], buffers: Sequence[Any]) -> None:
+        super().__init__(file, buffers=buffers)
+        self._known = known
+
+    def persistent_load(self, pid: str) -> Any:
+        return self._known[pid]
 
 
 def _offsets(parts: Sequence[Sized]) -> list[int]:

@@ -28,7 +28,7 @@ from paceline.engine.distributed.client import AllReduceClient, ClientContext
 from paceline.engine.distributed.fsdp import refuse_model
 from paceline.engine.distributed.rank_shard import ModelParallelShard, RankShard, WholeModelShard
 from paceline.engine.distributed.replicated_coordinator import ReplicatedCoordinator, SyncedClock
-from paceline.engine.distributed.replicated_state import Arrival, SharedRun
+from paceline.engine.distributed.replicated_state import RunCopy, SharedRun
 from paceline.engine.distributed.sync_batchnorm import batchnorm_over
 from paceline.engine.distributed.uneven_inputs import ShadowPasses, ShadowReplica
 from paceline.engine.loop import InterruptGuard
@@ -105,7 +105,7 @@ class DistributedRun:
     def __init__(
         self, job: Job, context: RankContext, backend: str, watch: Watcher, closing: contextlib.ExitStack
     ) -> None:
-        arrival: Arrival | None = None if context.survival is None else context.survival.arrival
+        arrival: RunCopy | None = None if context.survival is None else context.survival.arrival
         if arrival is not None:  # the others' state is newer than any checkpoint
             job = replace(job, resume=None)
         self._job, self._context, self._backend, self._watch, self._closing = job, context, backend, watch, closing

@@ -11,15 +11,14 @@ the same on all ranks, so rank k mod P alone copies and evaluates snapshot k, af
 run (``until=``), rank 0 evaluates at once, and training time stands still until all ranks have the record.
 """
 
-import io
-import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.aggregation.base import Apply, Arrival
 from paceline.aggregation.synchronous import Synchronous
 from paceline.comm.shared_memory import SpillAllocator
+from paceline.comm.shared_pickle import object_of, parts_of
 from paceline.core.data_order import BatchRange
 from paceline.core.records import Record, ReplicaExit
 from paceline.core.types import Nanoseconds, ReplicaId, Seconds, Version
@@ -154,20 +153,14 @@ class ReplicatedCoordinator:
         self.over |= self.interrupted or not decisions.present
         loop.display(self.now)
 
-    def replicated(self) -> bytes:
+    def replicated(self) -> list[bytes]:
         """Return what the ranks have in common of it, for :meth:`replicate` on a rank that joins."""
-        own = {id(value): name for name, value in self._own().items()}
-        content = io.BytesIO()
-        pickler = pickle.Pickler(content)
-        pickler.persistent_id = lambda value: own.get(id(value))  # type: ignore[method-assign]
-        pickler.dump([*(getattr(self, name) for name in COMMON), self._run_context.order])
-        return content.getvalue()
+        common = [*(getattr(self, name) for name in COMMON), self._run_context.order]
+        return [bytes(part) for part in parts_of(common, self._own())]
 
-    def replicate(self, other: bytes) -> None:
+    def replicate(self, other: Sequence[bytes]) -> None:
         """Stand where the coordinator of another rank does."""
-        own, unpickler = self._own(), pickle.Unpickler(io.BytesIO(other))
-        unpickler.persistent_load = own.__getitem__  # type: ignore[method-assign]
-        *values, self._run_context.order = unpickler.load()
+        *values, self._run_context.order = object_of(other, self._own())
         for name, value in zip(COMMON, values, strict=True):
             setattr(self, name, value)
         self.decisions = self.loop.coordinator

@@ -24,7 +24,7 @@ from paceline.engine.spmd.rank_registry import PeerInfo
 from paceline.engine.spmd.survival import ReplicatedState
 
 
-class Arrival(NamedTuple):
+class RunCopy(NamedTuple):
     """The replicated state of a run, as a rank that joins receives it from another one.
 
     Args:
@@ -38,7 +38,7 @@ class Arrival(NamedTuple):
     """
 
     facts: Mapping[str, str]
-    coordinator: bytes
+    coordinator: list[bytes]
     clock: tuple[int, int]
     tensors: list[Tensor]
     optimizer: Mapping[str, Any]
@@ -105,8 +105,8 @@ class SharedRun(ReplicatedState):
     def stage(self, tensors: list[Tensor], rest: Any) -> None:
         self._coordinator.staged = functools.partial(self._adopt, tensors, rest)
 
-    def whole(self) -> "Arrival":
-        return Arrival(
+    def whole(self) -> "RunCopy":
+        return RunCopy(
             self._facts,
             self._coordinator.replicated(),
             (self._clock.began_ns, self._clock.paused_ns),
@@ -116,12 +116,12 @@ class SharedRun(ReplicatedState):
             self._divergence.compared,
         )
 
-    def join(self, arrival: "Arrival") -> None:
+    def join(self, other: "RunCopy") -> None:
         """Stand where the rank stood whose :meth:`whole` this is; its coordinator stands there already."""
-        self._adopt(arrival.tensors, arrival.optimizer)
-        self._clock.began_ns, self._clock.paused_ns = arrival.clock
-        self._checkpointer.replicate(arrival.checkpointer)
-        self._divergence.compared = arrival.compared
+        self._adopt(other.tensors, other.optimizer)
+        self._clock.began_ns, self._clock.paused_ns = other.clock
+        self._checkpointer.replicate(other.checkpointer)
+        self._divergence.compared = other.compared
 
     def lost_sums(self) -> None:
         self._shard.reduce_buffer.renew()

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -24,16 +24,16 @@ from paceline.trace.spans import Span
 Bytes: TypeAlias = NDArray[np.uint8]
 
 
-def pack(obj: object) -> list[Bytes]:
+def pack(obj: object, known: Mapping[str, object] | None = None) -> list[Bytes]:
     """Pickle an object into arrays, its large buffers apart; raises InputError where it can't be pickled."""
-    return [np.frombuffer(part, np.uint8) for part in parts_of(obj)]
+    return [np.frombuffer(part, np.uint8) for part in parts_of(obj, known)]
 
 
-def unpack(parts: Sequence[Bytes]) -> Any:
+def unpack(parts: Sequence[Bytes], known: Mapping[str, object] | None = None) -> Any:
     """Rebuild the object; its large buffers are views of ``parts``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the object store is read-only, of which torch warns
-        return object_of(parts)
+        return object_of(parts, known)
 
 
 def arrays_of(state: FlatState) -> list[Bytes]:

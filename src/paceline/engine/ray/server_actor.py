@@ -11,7 +11,7 @@ from paceline.engine.base import Job
 from paceline.engine.ray import messages
 from paceline.engine.ray.event_log import Batch, Follower
 from paceline.engine.ray.server import ServerRun
-from paceline.engine.ray.server_state import CopiedState, ServerState
+from paceline.engine.ray.server_state import ServerState
 
 
 class ServerActor(messages.Actor):
@@ -42,7 +42,7 @@ class ServerActor(messages.Actor):
         self._job, self._follower = messages.unpack(parts), None
         self._installed = asyncio.Event()
 
-    async def install(self, number: int, copied: CopiedState) -> None:
+    async def install(self, number: int, copied: Sequence[messages.Bytes]) -> None:
         """Take a copy of the server's state."""
         assert self._job is not None, "no job was prepared"
         self._follower = Follower(number, ServerState(self._job, copied))

@@ -5,19 +5,11 @@ server keeps up with it (:mod:`paceline.engine.ray.event_log`). So whatever is m
 time, is part of an event, and no method here reads a clock.
 """
 
-import io
-import pickle
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
-
-import cloudpickle
-import numpy as np
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from paceline.aggregation.base import Arrival
-from paceline.checkpoint.base import TensorChunk
-from paceline.checkpoint.manifest import Manifest, TensorInfo
-from paceline.checkpoint.reader import Checkpoint
+from paceline.checkpoint.reader import TensorsInMemory
 from paceline.core.records import Record, ReplicaExit
 from paceline.core.types import Nanoseconds, ReplicaId, Seconds
 from paceline.engine.base import Job
@@ -43,7 +35,7 @@ class ServerState:
         replicas: that take part at first; None: all.
     """
 
-    def __init__(self, job: Job, copied: "CopiedState | None" = None, replicas: int | None = None) -> None:
+    def __init__(self, job: Job, copied: Sequence[messages.Bytes] | None = None, replicas: int | None = None) -> None:
         self.context = context = RunContext(job)
         self.executor = RayExecutor(context, restore=copied is None)
         state = self.executor.owner.state
@@ -224,7 +216,7 @@ class ServerState:
 
     # ------------------------------------------------------------------------------------------------------- copies
 
-    def copy(self) -> "CopiedState":
+    def copy(self) -> list[messages.Bytes]:
         """Return the state as it is, between two events; to be sent before the next."""
         executor, arrays_of = self.executor, messages.arrays_of
         parts = {
@@ -236,17 +228,14 @@ class ServerState:
             "statistics": executor.statistics,
             "snapshots": [(arrays_of(state), info) for state, info in self.queue.snapshots],
             "own": {name: getattr(self, name) for name in _OWN},
+            "optimizer": executor.owner.flat_optimizer.state_json(),
+            "tensors": {chunk.name: chunk.tensor for chunk in executor.owner.chunks()},
         }
-        stream = io.BytesIO()
-        pickler = _Pickler(stream, {id(obj): name for name, obj in self._shared().items()})
-        pickler.dump(parts)
-        tensors = {chunk.name: chunk for chunk in executor.owner.chunks()}
-        optimizer = executor.owner.flat_optimizer.state_json()
-        return CopiedState(stream.getvalue(), pickler.arrays, messages.pack((optimizer, tensors)))
+        return messages.pack(parts, self._known())
 
-    def _restore(self, copied: "CopiedState") -> None:
+    def _restore(self, copied: Sequence[messages.Bytes]) -> None:
         executor, layout = self.executor, self.executor.owner.state.layout
-        parts = _Unpickler(io.BytesIO(copied.parts), self._shared(), copied.arrays).load()
+        parts = messages.unpack(copied, self._known())
         self.loop = parts["loop"]
         executor.replicas, executor.version, executor.sent = parts["records"], parts["version"], parts["sent"]
         executor.statistics = parts["statistics"]
@@ -254,12 +243,11 @@ class ServerState:
         self.queue.snapshots.extend((messages.state_of(layout, a), info) for a, info in parts["snapshots"])
         for name, value in parts["own"].items():
             setattr(self, name, value)
-        optimizer, tensors = messages.unpack(copied.optimizer)
-        checkpoint = _CopiedTensors.of(tensors)
-        checkpoint.read_into(whole_chunks(executor.owner.state))
-        executor.owner.flat_optimizer.restore(optimizer, checkpoint)
+        tensors = TensorsInMemory(parts["tensors"])
+        tensors.read_into(whole_chunks(executor.owner.state))
+        executor.owner.flat_optimizer.restore(parts["optimizer"], tensors)
 
-    def _shared(self) -> dict[str, Any]:
+    def _known(self) -> dict[str, Any]:
         """Return what a copy refers to by name, for the other process has its own."""
         context, executor = self.context, self.executor
         return {
@@ -274,59 +262,3 @@ class ServerState:
 
 # Attributes of a state that a copy has as they are.
 _OWN = ("phase", "began", "seconds", "starting", "joining", "members", "notes", "_deaths")
-
-
-class CopiedState(NamedTuple):
-    """A state on its way to another process."""
-
-    parts: bytes
-    arrays: list[messages.Bytes]
-    """Vectors that are never written again."""
-    optimizer: list[messages.Bytes]
-    """A, and the optimizer's state."""
-
-
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """Leaves arrays out, and what the other process has as well."""
-
-    def __init__(self, file: io.BytesIO, shared: Mapping[int, str]) -> None:
-        super().__init__(file, protocol=5)
-        self.arrays: list[messages.Bytes] = []
-        self._shared, self._index = shared, dict[int, int]()
-
-    def persistent_id(self, obj: Any) -> str | int | None:
-        if not isinstance(obj, np.ndarray):
-            return self._shared.get(id(obj))
-        if id(obj) not in self._index:
-            self._index[id(obj)] = len(self.arrays)
-            self.arrays.append(obj)
-        return self._index[id(obj)]
-
-
-class _Unpickler(pickle.Unpickler):
-    """Puts them in again."""
-
-    def __init__(self, file: io.BytesIO, shared: Mapping[str, Any], arrays: Sequence[messages.Bytes]) -> None:
-        super().__init__(file)
-        self._shared, self._arrays = shared, arrays
-
-    def persistent_load(self, pid: str | int) -> Any:
-        return self._arrays[pid] if isinstance(pid, int) else self._shared[pid]
-
-
-class _CopiedTensors(Checkpoint):
-    """Tensors of another process, read as those of a checkpoint."""
-
-    chunks: Mapping[str, TensorChunk]
-
-    @classmethod
-    def of(cls, chunks: Mapping[str, TensorChunk]) -> "_CopiedTensors":
-        """Return these chunks, each a whole tensor, by name."""
-        infos = {n: TensorInfo(c.shape, str(c.tensor.dtype).removeprefix("torch."), ()) for n, c in chunks.items()}
-        made = cls(Path("the server's copy"), Manifest(head={}, files={}, tensors=infos))
-        object.__setattr__(made, "chunks", chunks)
-        return made
-
-    def read_into(self, chunks: Iterable[TensorChunk]) -> None:
-        for chunk in chunks:
-            chunk.tensor.copy_(self.chunks[chunk.name].tensor)
