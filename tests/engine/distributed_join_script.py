@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +36,12 @@ def loop(worker: Any) -> None:
             (folder / "enough").touch()
         if (folder / "enough").exists():
             return
-        time.sleep(0.01)  # the others train meanwhile, though not thousands of steps
         worker.step(batch)
 
 
 def run() -> Any:
     settings: dict[str, Any] = {"on_death": "continue", "seconds": 90.0, "evaluate_every": 90.0, "progress": False}
+    settings["delay"] = "fraction=1 constant:value=0.01"  # the others train meanwhile, though not thousands of steps
     strategy, engine = f"replicas={os.environ['WORLD_SIZE']} {case.strategy}", f"distributed:{backend}"
     if "wrong" in sys.argv and again:
         settings["seconds"] = 95.0

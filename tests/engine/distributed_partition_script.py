@@ -30,11 +30,11 @@ def loop(worker: Any) -> None:
     for batch in worker.batches():
         if (folder / "enough").exists():
             return
-        time.sleep(0.02)  # a step takes time: else logs grow by thousands of lines
         worker.step(batch)
 
 
 settings: dict[str, Any] = {"seconds": 300.0, "evaluate_every": 300.0, "timeout_s": 60.0, "progress": False}
+settings["delay"] = "fraction=1 constant:value=0.02"  # a step takes time: else logs grow by thousands of lines
 settings |= {"on_death": "continue", "suspect_after_s": float(sys.argv[2])}
 try:
     replicas = os.environ["WORLD_SIZE"]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline import InputError, Program, Run, resume
+from paceline import InputError, Run, resume
 from paceline.core.safe_files import write_json
 from paceline.engine.base import Progress
 from paceline.engine.local.engine import LocalEngine
@@ -26,6 +26,9 @@ from tests.engine.local.commands import eventually
 
 Local = Callable[..., Run]
 Act = Callable[[int], None]
+
+# Its trained weights count how often each sample was applied.
+COUNTING = moments.counting_any_batch()
 
 POLICIES = ["synchronous:combine=sum", "asynchronous", "smooth-switch:every=5,combine=sum", "buffered:k=2,combine=sum"]
 
@@ -94,11 +97,6 @@ def steps_of(run: Run) -> Counter[int]:
     return Counter(span.replica for span in run.spans if span.action == "push")
 
 
-def counting() -> Program:
-    """A program whose trained weights count how often each sample was applied, whatever the sizes of batches."""
-    return moments.counting(loss=lambda output, target: -output.sum() + 0 * target.sum())
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_an_epoch_is_exact_while_replicas_come_and_go(local: Local, tmp_path: Path, policy: str) -> None:
     """Trained weights count how often each sample was applied."""
@@ -106,7 +104,7 @@ def test_an_epoch_is_exact_while_replicas_come_and_go(local: Local, tmp_path: Pa
     loop = functools.partial(together, folder=tmp_path, replicas=4)
     settings = {"out": folder, "trace": True, "suspect_after_s": 60.0}
     with watching(asks(folder, {1: 4, 16: 1, 40: 3})):
-        run = local(counting(), f"replicas=1..4 aggregation={policy}", epochs=8, loop=loop, **settings)
+        run = local(COUNTING, f"replicas=1..4 aggregation={policy}", epochs=8, loop=loop, **settings)
     assert run.state["weight"].tolist() == [8.0] * moments.SAMPLES
     assert run.summary.get("not_saved") is None
     assert not run.left
@@ -124,7 +122,7 @@ def test_an_epoch_is_exact_though_replicas_die(local: Local, tmp_path: Path, pol
     asked, killed = asks(folder, {1: 4}), kills(folder, [(16, 3), (20, 2), (28, 1)])
     with watching(lambda updates: (asked(updates), killed(updates))[0]):
         run = local(
-            counting(),
+            COUNTING,
             f"replicas=1..4 aggregation={policy}",
             epochs=8,
             loop=loop,
@@ -139,7 +137,13 @@ def test_an_epoch_is_exact_though_replicas_die(local: Local, tmp_path: Path, pol
 def test_with_a_fixed_number_the_others_take_what_a_dead_one_has_left(local: Local, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with watching(kills(folder, [(5, 1)])):
-        run = local(counting(), "replicas=3 aggregation=synchronous:combine=sum", epochs=4, loop=slowly, out=folder)
+        run = local(
+            COUNTING,
+            "replicas=3 aggregation=synchronous:combine=sum",
+            epochs=4,
+            loop=slowly,
+            out=folder,
+        )
     assert [exit_.replica for exit_ in run.left] == [1]
     assert run.state["weight"].tolist() == [4.0] * moments.SAMPLES
 
@@ -148,7 +152,7 @@ def test_no_fewer_than_the_bound(local: Local, tmp_path: Path) -> None:
     """A death below the lower bound is made good."""
     folder = tmp_path / "run"
     with watching(kills(folder, [(5, 0), (10, 1)])):
-        run = local(counting(), "replicas=2..4 aggregation=asynchronous", epochs=5, loop=slowly, out=folder)
+        run = local(COUNTING, "replicas=2..4 aggregation=asynchronous", epochs=5, loop=slowly, out=folder)
     assert {exit_.reason for exit_ in run.left} == {"killed by SIGKILL; replaced"}
     assert run.state["weight"].tolist() == [5.0] * moments.SAMPLES
 
@@ -197,9 +201,9 @@ def test_an_epoch_is_exact_over_a_break(local: Local, tmp_path: Path, engine: Lo
             signal.raise_signal(signal.SIGTERM)
 
     with watching(interrupts):
-        run = local(counting(), "replicas=1..4 aggregation=asynchronous", epochs=3, loop=slowly, **save)
+        run = local(COUNTING, "replicas=1..4 aggregation=asynchronous", epochs=3, loop=slowly, **save)
     assert run.summary["signal"] == "SIGTERM"
-    run = resume(tmp_path / "ckpt", counting(), second + sums, engine=engine, epochs=3, progress=False)
+    run = resume(tmp_path / "ckpt", COUNTING, second + sums, engine=engine, epochs=3, progress=False)
     assert run.state["weight"].tolist() == [3.0] * moments.SAMPLES
 
 

@@ -12,17 +12,12 @@ from typing import Any
 
 import pytest
 
-from paceline import Program, Run
+from paceline import Run
 from paceline.engine.scaling import scale
 from tests.engine.local import moments
 from tests.engine.local.commands import eventually
 
 OnRay = Callable[..., Run]
-
-
-def counting() -> Program:
-    """A program whose trained weights count how often each sample was applied, whatever the sizes of batches."""
-    return moments.counting(loss=lambda output, target: -output.sum() + 0 * target.sum())
 
 
 def gated(worker: Any, *, folder: Path, gates: dict[int, str], pause_s: float = 0.0) -> None:
@@ -58,18 +53,31 @@ class Outside:
         (self.folder.parent / name).touch()
 
 
-def both(train: Callable[[], Run], acts: Callable[[], None]) -> Run:
-    """Train in this thread, as Ray wants it, while another acts."""
-    with ThreadPoolExecutor(1) as pool:
-        acting = pool.submit(acts)
-        run = train()
-        acting.result(timeout=60.0)
+@pytest.fixture
+def train_beside(on_ray: OnRay, outside: Outside) -> Callable[..., Run]:
+    """Trains in this thread, as Ray wants it, while another one acts; returns a run whose weights count samples."""
+
+    def run(strategy: str, *, epochs: int, loop: Callable[[Any], None], acts: Callable[[], None]) -> Run:
+        # Replicas wait for others that start, which takes long where the machine is busy: nobody is suspected.
+        patient = {"timeout_s": 120.0, "suspect_after_s": 120.0}
+        with ThreadPoolExecutor(1) as pool:
+            acting = pool.submit(acts)
+            program = moments.counting_any_batch()
+            run = on_ray(program, strategy, epochs=epochs, loop=loop, out=outside.folder, **patient)
+            acting.result(timeout=60.0)
+        assert run.state["weight"].tolist() == [float(epochs)] * moments.SAMPLES
+        return run
+
     return run
 
 
-def test_replicas_join_and_leave(on_ray: OnRay, tmp_path: Path) -> None:
+@pytest.fixture
+def outside(tmp_path: Path) -> Outside:
+    return Outside(tmp_path / "run")
+
+
+def test_replicas_join_and_leave(train_beside: Callable[..., Run], outside: Outside, tmp_path: Path) -> None:
     """Two of three leave while the first one waits, long before the end of the data."""
-    outside = Outside(tmp_path / "run")
 
     def acts() -> None:
         outside.scaled(3)
@@ -81,73 +89,50 @@ def test_replicas_join_and_leave(on_ray: OnRay, tmp_path: Path) -> None:
         gates = {2: "up", 20: "down"} if worker.replica == 0 else {2: "up"}
         gated(worker, folder=tmp_path, gates=gates, pause_s=0.01 if worker.replica else 0.0)
 
-    run = both(
-        lambda: on_ray(
-            counting(),
-            "replicas=1..3 aggregation=asynchronous",
-            epochs=150,
-            loop=first_waits,
-            out=outside.folder,
-            timeout_s=120.0,
-            suspect_after_s=120.0,
-        ),
-        acts,
-    )
-    assert run.state["weight"].tolist() == [150.0] * moments.SAMPLES
+    run = train_beside("replicas=1..3 aggregation=asynchronous", epochs=150, loop=first_waits, acts=acts)
     assert len(run.summary["utilisation"]) == 3
     assert not run.left
 
 
-@pytest.mark.parametrize("policy", ["asynchronous", "synchronous:combine=sum"])
-def test_one_that_joins_takes_its_share_and_one_that_dies_leaves_its(
-    on_ray: OnRay, tmp_path: Path, policy: str
+def test_there_are_as_many_as_the_cluster_has_room_for(
+    train_beside: Callable[..., Run], outside: Outside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outside, dead = Outside(tmp_path / "run"), threading.Event()
+    """A node with two cores comes, as far as the driver sees."""
+    cores = [1]
+    monkeypatch.setattr("paceline.engine.ray.cluster.Cluster.cores", lambda self: [*cores])
 
     def acts() -> None:
-        outside.scaled(3)
-        os.kill(outside.rows()[2], signal.SIGKILL)
-        dead.set()
+        eventually((outside.folder / "workers.json").exists)
+        assert len(outside.rows()) == 1
+        cores.append(2)
+        eventually(lambda: len(outside.rows()) == 3)
         outside.mark("go")
 
     loop = functools.partial(gated, folder=tmp_path, gates={2: "go"})
-    run = both(
-        lambda: on_ray(
-            counting(),
-            f"replicas=1..3 aggregation={policy}",
-            epochs=6,
-            loop=loop,
-            out=outside.folder,
-            timeout_s=120.0,
-            suspect_after_s=120.0,
-        ),
-        acts,
-    )
-    assert dead.is_set()
+    run = train_beside("replicas=1..3 aggregation=asynchronous", epochs=6, loop=loop, acts=acts)
+    assert len(run.summary["utilisation"]) == 3
+
+
+@pytest.mark.parametrize("policy", ["asynchronous", "synchronous:combine=sum"])
+def test_one_that_joins_takes_its_share_and_one_that_dies_leaves_its(
+    train_beside: Callable[..., Run], outside: Outside, tmp_path: Path, policy: str
+) -> None:
+    def acts() -> None:
+        outside.scaled(3)
+        os.kill(outside.rows()[2], signal.SIGKILL)
+        outside.mark("go")
+
+    loop = functools.partial(gated, folder=tmp_path, gates={2: "go"})
+    run = train_beside(f"replicas=1..3 aggregation={policy}", epochs=6, loop=loop, acts=acts)
     assert [exit_.replica for exit_ in run.left] == [2]
-    assert run.state["weight"].tolist() == [6.0] * moments.SAMPLES
 
 
-def test_no_fewer_than_the_bound(on_ray: OnRay, tmp_path: Path) -> None:
-    outside = Outside(tmp_path / "run")
-
+def test_no_fewer_than_the_bound(train_beside: Callable[..., Run], outside: Outside, tmp_path: Path) -> None:
     def acts() -> None:
         eventually((outside.folder / "workers.json").exists)
         os.kill(outside.rows()[1], signal.SIGKILL)
         outside.mark("go")
 
     loop = functools.partial(gated, folder=tmp_path, gates={1: "go"})
-    run = both(
-        lambda: on_ray(
-            counting(),
-            "replicas=2..3 aggregation=asynchronous",
-            epochs=4,
-            loop=loop,
-            out=outside.folder,
-            timeout_s=120.0,
-            suspect_after_s=120.0,
-        ),
-        acts,
-    )
+    run = train_beside("replicas=2..3 aggregation=asynchronous", epochs=4, loop=loop, acts=acts)
     assert [exit_.reason.endswith("; replaced") for exit_ in run.left] == [True]
-    assert run.state["weight"].tolist() == [4.0] * moments.SAMPLES

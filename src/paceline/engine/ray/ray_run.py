@@ -34,6 +34,9 @@ from paceline.trace.spans import Span
 # Time in which actors may finish when a run is over, so that the next run can use them again.
 GRACE_S: Seconds = 5.0
 
+# Period at which main looks for nodes that came or went, where replicas do so, too.
+ROOM_S: Seconds = 2.0
+
 
 class RayRun:
     """One run.
@@ -79,7 +82,8 @@ class RayRun:
         self._requests = ScaleRequests(job.out, job.strategy)
         self._room = fitting(job.strategy, cluster.cores())
         """How many replicas the cluster has had room for."""
-        self._looked_s = 0.0
+        self._looked_s = self._measured_s = 0.0
+        """When main last looked for requests; and for nodes that came or went."""
 
     def outcome(self) -> Outcome:
         """Run to the end."""
@@ -230,9 +234,10 @@ class RayRun:
             return
         self._looked_s = now
         replicas = self._requests.poll(lambda: int(self._server.call("staying")))
-        if replicas is None and self._job.strategy.elastic:
-            room = fitting(self._job.strategy, self._cluster.cores())
-            replicas, self._room = None if room == self._room else room, room
+        if replicas is None and self._job.strategy.elastic and now - self._measured_s > ROOM_S:
+            self._measured_s, before = now, self._room
+            self._room = fitting(self._job.strategy, self._cluster.cores())
+            replicas = None if self._room == before else self._room
         if replicas is None:
             return
         for part in self._server.call("scale", replicas):
