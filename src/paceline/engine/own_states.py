@@ -9,14 +9,13 @@ from paceline.core.errors import InputError
 from paceline.core.types import ReplicaId
 from paceline.engine.run_context import RunContext
 
-# Key of what is no tensor of these states, by replica, among what a checkpoint has of the engine; virtual runs have it
-# under a key of their own.
-KEY, _VIRTUAL = "replicas", "virtual"
+# Key of what is no tensor of these states, by replica, among what a checkpoint has of the engine.
+KEY = "replicas"
 
 
 def keeps_own_state(context: RunContext) -> bool:
-    """Return whether replicas step by themselves, each with an optimizer of its own, and in one worker."""
-    return (context.local_sgd or isinstance(context.delta, InPlace)) and not context.job.strategy.spread
+    """Return whether replicas step by themselves, each with an optimizer of its own."""
+    return context.local_sgd or isinstance(context.delta, InPlace)
 
 
 def replica_prefix(replica: ReplicaId) -> str:
@@ -35,8 +34,7 @@ def saved_states(context: RunContext) -> dict[ReplicaId, Mapping[str, Any]]:
     run = resume.run
     if run.coordinator.policy_kind != kind(context.policy):
         return {}
-    virtual = run.engine.get(_VIRTUAL, {})
-    saved = run.engine.get(KEY) or (virtual.get(KEY) if isinstance(virtual, Mapping) else None) or {}
+    saved = run.engine.get(KEY, {})
     if not isinstance(saved, Mapping) or not all(
         str(r).isdecimal() and isinstance(v, Mapping) for r, v in saved.items()
     ):

@@ -6,14 +6,13 @@ from typing import Literal
 
 from paceline.checkpoint.base import COMPRESSION
 from paceline.compression.base import Stateless, parse
-from paceline.core.delta import InPlace
 from paceline.core.noise_scale import NoiseAccumulator
 from paceline.core.records import Account, Record, ReplicaExit, WorkerFigures
 from paceline.core.types import Seconds
 from paceline.engine.base import BudgetUnit, Progress
 from paceline.engine.coordinator import Coordinator
 from paceline.engine.evaluation import SnapshotInfo
-from paceline.engine.own_states import saved_states
+from paceline.engine.own_states import keeps_own_state, saved_states
 from paceline.engine.run_context import RunContext
 from paceline.engine.run_state import HistoryState, RunState
 
@@ -185,8 +184,9 @@ def _resume_note(context: RunContext, run: RunState, coordinator: Coordinator) -
         parts.append(f"with the policy begun anew{held}")
     if context.epochs_before:
         parts.append("with a new epoch of data of another length")
-    if context.local_sgd or isinstance(context.delta, InPlace):
-        kept = saved_states(context) if context.job.engine in ("local", "virtual") else {}
+    if keeps_own_state(context):
+        one_worker = context.job.engine == "local" and not context.job.strategy.spread
+        kept = saved_states(context) if one_worker or context.job.engine == "virtual" else {}
         if new := [str(replica) for replica in range(context.replicas) if replica not in kept]:
             parts.append(
                 f"with new optimizers in replicas {', '.join(new)}" if kept else "with new optimizers in the replicas"

@@ -186,9 +186,8 @@ def own_bytes(context: RunContext, state: FlatLayout) -> int:
     0: replicas keep nothing, or neither a checkpoint nor a replacement would read it.
     """
     job = context.job
-    if not keeps_own_state(context) or (
-        job.checkpoint is None and job.on_death != "replace" and not job.strategy.elastic
-    ):
+    is_read = job.checkpoint is not None or job.on_death == "replace" or job.strategy.elastic
+    if job.strategy.spread or not (is_read and keeps_own_state(context)):
         return 0
     return aligned(VECTORS * sum(b.elements * b.dtype.itemsize for b in (*state.parameters, *state.buffers)) + HEAD)
 

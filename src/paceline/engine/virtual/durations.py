@@ -10,7 +10,15 @@ import numpy as np
 from paceline.clock.times import Times
 from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.run_context import RunContext
-from paceline.engine.step_profile.forecast import Forecast, update_s, virtual_span
+from paceline.engine.step_profile.compute import micro_step_s
+from paceline.engine.step_profile.forecast import (
+    Forecast,
+    ReplicaTiming,
+    forecast,
+    replica_timing,
+    update_s,
+    virtual_span,
+)
 from paceline.trace.spans import Action, Span
 
 _SEED_TAG = int.from_bytes(b"seen")
@@ -115,6 +123,19 @@ class MeasuredDurations:
         if gradients not in self._updates:
             self._updates[gradients] = update_s(self._job, gradients, self._forecast.steps_on)
         return self._updates[gradients]
+
+
+def durations_of(context: RunContext) -> tuple[ReplicaTiming, SampledDurations | MeasuredDurations]:
+    """Return how long a replica's parts take, relative to one process, and where a run's durations come from."""
+    job = context.job
+    times = job.times or Times()
+    if times.all_measured:
+        measured = forecast(job)
+        return measured.replica_timing, MeasuredDurations(context, measured)
+    compute_measured = times.compute == "measured"
+    timing = replica_timing(job, measured=compute_measured)
+    measured_s = micro_step_s(context) if compute_measured else None
+    return timing, SampledDurations(context, times, measured_s, timing.factor)
 
 
 def _skip(draws: Iterator[Seconds], count: int) -> None:

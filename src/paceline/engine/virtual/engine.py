@@ -24,16 +24,16 @@ from paceline.core.records import WorkerFigures
 from paceline.core.registry import register
 from paceline.core.typed_json import to_json
 from paceline.core.types import ReplicaId, Seconds
+from paceline.engine import own_states
 from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.engine.checkpointing import Checkpointer, Snapshot
 from paceline.engine.evaluation import Evaluator
 from paceline.engine.loop import InterruptGuard, RunLoop
-from paceline.engine.own_states import saved_states
 from paceline.engine.run_context import RunContext, first_state, own_settings
+from paceline.engine.run_state import ResumePoint
 from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer
-from paceline.engine.step_profile.compute import micro_step_s
-from paceline.engine.step_profile.forecast import forecast, replica_timing, virtual_span
-from paceline.engine.virtual.durations import AttemptTimes, MeasuredDurations, SampledDurations
+from paceline.engine.step_profile.forecast import virtual_span
+from paceline.engine.virtual.durations import AttemptTimes, durations_of
 from paceline.engine.virtual.pending_delta import (
     BatchSources,
     DeltaComputer,
@@ -105,16 +105,7 @@ class VirtualRun:
         own = lambda replica: self._sources.of(replica).stream(replica, context.first_batch(replica))  # noqa: E731
         self._user_loops = UserLoops(job.loop, context.replicas, own) if job.loop else None
         self._computer = self._delta_computer()
-        times = job.times or Times()
-        self._durations: SampledDurations | MeasuredDurations
-        if times.all_measured:
-            measured = forecast(job)
-            self._timing, self._durations = measured.replica_timing, MeasuredDurations(context, measured)
-        else:
-            compute_measured = times.compute == "measured"
-            self._timing = replica_timing(job, measured=compute_measured)
-            measured_s = micro_step_s(context) if compute_measured else None
-            self._durations = SampledDurations(context, times, measured_s, self._timing.factor)
+        self._timing, self._durations = durations_of(context)
         self._now: Seconds = 0.0
         self._events: EventQueue[PendingDelta] = EventQueue()
         self._timelines = [ReplicaTimeline(position) for position in positions]
@@ -330,13 +321,13 @@ class VirtualRun:
             tuple(timeline.state(self._loop.end_s) for timeline in self._timelines),
             self._observer.state_json(),
             self._estimator.state_json() if self._estimator else None,
-            saved,
         )
         chunks = [*optimizer.chunks(), *attempt_chunks(attempts, version), *self._observer.chunks()]
         if self._estimator is not None:
             chunks += self._estimator.chunks(FlatLayout(optimizer.state.layout.parameters, ()))
         chunks += [chunk for r in saved for chunk in replica_chunks(r, own[r])]
-        return Snapshot(chunks, optimizer.flat_optimizer.state_json(), {KEY: to_json(state)})
+        engine = {KEY: to_json(state), own_states.KEY: to_json(saved)}
+        return Snapshot(chunks, optimizer.flat_optimizer.state_json(), engine)
 
     def _restore(self, state: VirtualState | None) -> None:
         """Go on where a run stopped; without a ``state`` all replicas begin with the A of the checkpoint."""
@@ -352,8 +343,13 @@ class VirtualRun:
             for attempt in held_attempts(resume, layout) if self._context.keeps_policy else ():
                 self._arrived[attempt.replica, attempt.clock] = attempt
                 self._under_way[attempt] = None
-            restore_replicas(resume, saved_states(self._context), self._computer.replica, layout)
-            return
+        else:
+            self._restore_exactly(state, resume)
+        restore_replicas(resume, own_states.saved_states(self._context), self._computer.replica, layout)
+
+    def _restore_exactly(self, state: VirtualState, resume: ResumePoint) -> None:
+        """Go on with all that was under way."""
+        layout = self._optimizer.state.layout
         self._now = state.now_s
         for replica, (timeline, saved) in enumerate(zip(self._timelines, state.timelines, strict=True)):
             timeline.restore(saved)
@@ -371,7 +367,6 @@ class VirtualRun:
         self._observer.restore(state.observer, resume.checkpoint)
         if self._estimator is not None and state.noise is not None:
             self._estimator.restore(state.noise, resume.checkpoint, FlatLayout(layout.parameters, ()))
-        restore_replicas(resume, state.replicas, self._computer.replica, layout)
 
     # ----------------------------------------------------------------------------------------------- the end, the start
 

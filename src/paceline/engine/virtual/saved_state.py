@@ -66,8 +66,6 @@ class VirtualState:
     """Of the statistics that policies ask for."""
     noise: Mapping[str, Any] | None
     """Of the gradient noise scale."""
-    replicas: Mapping[int, Mapping[str, Any]]
-    """Of replicas with parameters of their own."""
 
     @classmethod
     def of(cls, context: RunContext) -> "VirtualState | None":
