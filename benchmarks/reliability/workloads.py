@@ -58,7 +58,9 @@ def workload(name: str, data: str | None = None, *, width: int = 256, samples: i
         train = _text() if data is None else shakespeare(data=Path(data, "tinyshakespeare"), seed=0).train
     else:
         model, train = large, _classes(784, 250)
-    if samples is not None and not isinstance(train, Windows):
+    if samples is not None and isinstance(train, Windows):
+        train = Windows(train.tokens[: samples * train.length + 1], train.length)
+    elif samples is not None:
         train = train[0][:samples], train[1][:samples]
     return Program(model=model, loss=loss, optimizer=optimizer, train=train, batch_size=32, name=name)
 

@@ -121,9 +121,10 @@ def split(how: str, whole: Tensor, parts: int) -> list[TensorChunk]:
     return chunks
 
 
-def test_training_may_go_on_after_begin(writer: CheckpointWriter, tmp_path: Path) -> None:
+def test_training_may_go_on_once_copied(writer: CheckpointWriter, tmp_path: Path) -> None:
     values = torch.ones(1 << 20)
     writer.begin(1, [TensorChunk.whole("w", values)], {})
+    writer.wait_copied()
     values.zero_()
     assert writer.busy
     assert writer.wait(60.0) is not None

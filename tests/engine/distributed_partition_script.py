@@ -33,7 +33,12 @@ def loop(worker: Any) -> None:
         worker.step(batch)
 
 
-settings: dict[str, Any] = {"seconds": 300.0, "evaluate_every": 300.0, "timeout_s": 60.0, "progress": False}
+settings: dict[str, Any] = {
+    "seconds": 300.0,
+    "evaluate_every": 300.0,
+    "timeout_s": float(sys.argv[3]),
+    "progress": False,
+}
 settings["delay"] = "fraction=1 constant:value=0.02"  # a step takes time: else logs grow by thousands of lines
 settings |= {"on_death": "continue", "suspect_after_s": float(sys.argv[2])}
 try:
@@ -42,5 +47,5 @@ try:
     outcome = "ended well " + " ".join(str(each.replica) for each in run.left)
 except PacelineError as error:
     outcome = f"{type(error).__name__}: {error}"
-(folder / f".ended.{rank}").write_text(f"{time.monotonic()}\n{outcome}")
+(folder / f".ended.{rank}").write_text(outcome)
 (folder / f".ended.{rank}").rename(folder / f"ended.{rank}")

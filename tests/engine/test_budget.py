@@ -13,7 +13,7 @@ from paceline.core.data_order import BatchRange, DataOrder
 from paceline.core.records import Record
 from paceline.engine.base import Budget, Condition, Job
 from paceline.engine.budget import Epochs, EvalSchedule, Steps, Unbounded
-from paceline.engine.coordinator import Tally
+from paceline.engine.coordinator_state import Tally
 from paceline.engine.run_context import RunContext, first_state
 from paceline.engine.run_history import RunHistory
 from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer

@@ -17,6 +17,7 @@ from paceline.comm.fork_server import ForkServer
 from paceline.replica.single import step_seed
 from tests import ranks
 from tests.engine.distributed_cases import CASES
+from tests.engine.local.commands import eventually
 from tests.engine.test_distributed_parity import ROUNDING
 from tests.oracle import Plain, Values, mean_into, order
 
@@ -171,23 +172,26 @@ def test_one_that_is_stopped_is_left_out_and_takes_no_part_when_it_goes_on(
     assert ranks.statuses(fork_server, children[2:]) == [ranks.WELL]
     found = {rank: found_by(tmp_path, rank) for rank in range(3)}
     kind, text = found.pop(2)
-    assert kind == "ExcludedError"
-    assert re.match(r"rank 2 .* said nothing for [1-9].* s, and the others go on without it; ", text)
+    assert (kind, text) == ("WaitTimeoutError", "rank 2 asked to join the run again, but it is over")
+    said = ranks.said(tmp_path, 2).read_text()
+    assert re.search(r"rank 2 .* said nothing for [1-9].* s, and the others go on without it; ", said)
     run = agreed(found)
     assert_same(run["state"], one_process(CASES["momentum"].program, 3, STEPS, {2: 2}))
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_one_of_two_does_not_go_on_if_the_other_may_live(fork_server: ForkServer, tmp_path: Path, backend: str) -> None:
+def test_one_of_two_waits_for_the_other_while_that_may_live(
+    fork_server: ForkServer, tmp_path: Path, backend: str
+) -> None:
     words = (backend, "momentum", str(STEPS), "stop:1:3")
     children = ranks.spawned(fork_server, SCRIPT, *words, size=2, folder=tmp_path)
-    try:
-        assert ranks.statuses(fork_server, children[:1]) == [ranks.WELL]
-    finally:
-        fork_server.forget(children[1])
-    kind, text = found_by(tmp_path, 0)
-    assert kind == "ExcludedError"
-    assert re.match(r"rank 1 .* said nothing .*rank 0 .* is among 1 of 2 ranks, and no more than half", text)
+    waits = r"rank 1 .* said nothing for [1-9].* s; ranks \[0\] are no majority without them, and wait"
+    eventually(lambda: re.search(waits, ranks.said(tmp_path, 0).read_text()))
+    liveness.kill(children[1].pidfd, signal.SIGCONT)
+    assert ranks.statuses(fork_server, children) == [ranks.WELL] * 2, ranks.said(tmp_path, 0).read_text()
+    run = agreed({rank: found_by(tmp_path, rank) for rank in range(2)})
+    assert run["left"] == []
+    assert_same(run["state"], one_process(CASES["momentum"].program, 2, STEPS, {}))
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])

@@ -15,7 +15,7 @@ from paceline.core.data_order import BatchRange, DataOrder, DataPosition, Outsta
 from paceline.core.errors import InputError
 from paceline.core.noise_scale import NoiseAccumulator, Observation
 from paceline.core.records import Record, ReplicaExit, ReplicaPosition
-from paceline.engine.coordinator import CoordinatorState, Tally
+from paceline.engine.coordinator_state import CoordinatorState, Tally
 from paceline.engine.run_state import HistoryState, RunState
 
 

@@ -98,6 +98,10 @@ def row(
     """Return a decorator that adds a row."""
 
     def add(run: Callable[[int], Outcome]) -> Callable[[int], Outcome]:
+        if name in ROWS:
+            raise ValueError(
+                f"two rows are called {name}: {ROWS[name].run.__module__} has one, {run.__module__} another"
+            )
         ROWS[name] = Row(run, trials, trials if stated is None else stated, _OTHERS.setdefault(name, {}))
         return run
 

@@ -25,6 +25,7 @@ def _price(workload: str, pairs: int) -> Outcome:
         "R20", f"{workload}: all of it on, nothing failing, beside all of it off", "median step ≤ 3 % longer"
     )
     given: dict[str, Any] = {"workload": workload, "strategy": "replicas=2", "steps": STEPS[workload], "pause_s": 0.0}
+    given["samples"] = 2048  # the end evaluates them all
     ratios: list[float] = []
     for i in range(pairs):
         with tempfile.TemporaryDirectory(prefix="paceline-reliability-") as name:
@@ -42,19 +43,19 @@ def _price(workload: str, pairs: int) -> Outcome:
     return outcome
 
 
-@row("price", trials=9)
+@row("price", trials=15)
 def price_w1(pairs: int) -> Outcome:
     """R20: W1."""
     return _price("W1", pairs)
 
 
-@row("price-w2", trials=5)
+@row("price-w2", trials=15)
 def price_w2(pairs: int) -> Outcome:
     """R20: W2."""
     return _price("W2", pairs)
 
 
-@row("price-w3", trials=5)
+@row("price-w3", trials=15)
 def price_w3(pairs: int) -> Outcome:
     """R20: W3."""
     return _price("W3", pairs)

@@ -84,7 +84,7 @@ def bad_wire(trials: int) -> Outcome:
     return outcome
 
 
-@row("flip", trials=30)
+@row("wire-flip", trials=30)
 def flipped_in_memory(trials: int) -> Outcome:
     """R8: one bit of a tensor, with TCP's sum made to fit: what is found, and what is not."""
     outcome = Outcome(

@@ -2,11 +2,12 @@
 
 ::
 
-    training    begin() copies ------ steps, poll() --------------- poll(): SaveResult
-                     | staging memory, shared                          |
-    writer           +---- hash, write, flush, wait for parts, rename -+
+    training    begin() ----- steps ----- wait_copied() -- steps, poll() -- poll(): SaveResult
+                   |                      | before chunks change               |
+    thread         +- copy to staging ----+ memory, shared                     |
+    writer                                +- hash, write, flush, parts, rename +
 
-Training stands still only while the chunks are copied.
+Training stands still only where chunks would change before they are copied.
 """
 
 import json
@@ -16,6 +17,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -79,6 +81,7 @@ class CheckpointWriter:
         self._staging = _Staging()
         self._version: Version | None = None
         self._failed: SaveResult | None = None
+        self._copying: threading.Thread | None = None
         self._start()
 
     @property
@@ -87,9 +90,10 @@ class CheckpointWriter:
         return self._version is not None
 
     def begin(self, version: Version, chunks: Iterable[TensorChunk], head: Mapping[str, Any] | None) -> None:
-        """Copy chunks, and have them written as this process's part of a checkpoint; not while busy.
+        """Have chunks copied, and written as this process's part of a checkpoint; not while busy.
 
-        Errors of the disk or for want of memory are in the result of ``poll``.
+        They must not change until :meth:`wait_copied` returns. Errors of the disk or for want of memory are in the
+        result of ``poll``.
 
         Args:
             version: of A; names the checkpoint, ``step-<version>``.
@@ -103,18 +107,32 @@ class CheckpointWriter:
         chunks = sorted(chunks, key=lambda chunk: -chunk.tensor.itemsize)  # so that each lies at a multiple of its own
         request = {"version": version, "head": new_head(version, head), "chunks": [_row(chunk) for chunk in chunks]}
         self._version = version
+        if self._process.poll() is not None:
+            self._link.close()
+            self._start()
+            self._staging.sent = False
+        tensors = [chunk.tensor for chunk in chunks]
+        self._copying = threading.Thread(target=self._hand_over, args=(request, tensors), name="paceline-checkpoint")
+        self._copying.start()
+
+    def wait_copied(self) -> None:
+        """Return once the chunks of the save under way, if there is one, may change."""
+        if self._copying is not None:
+            self._copying.join()
+            self._copying = None
+
+    def _hand_over(self, request: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+        """Copy tensors and send the request to the writer process."""
         try:
-            staging = self._staging.copy([chunk.tensor for chunk in chunks])
-            if self._process.poll() is not None:
-                self._link.close()
-                self._start()
-                staging = [self._staging.fd]
+            self._staging.copy(tensors)
             with os.fdopen(linux.memfd_create("paceline:request"), "wb") as file:
                 file.write(json.dumps(request).encode())
                 file.seek(0)
+                staging = [] if self._staging.sent else [self._staging.fd]
                 socket.send_fds(self._link, [b"+"], [file.fileno(), *staging])
+            self._staging.sent = True
         except (OSError, PacelineError) as error:
-            self._failed = SaveResult(version, 0.0, 0, str(error))
+            self._failed = SaveResult(request["version"], 0.0, 0, str(error))
 
     def poll(self) -> SaveResult | None:
         """Return how the save under way ended; None while it is being written, or if none is under way."""
@@ -124,6 +142,11 @@ class CheckpointWriter:
         """Wait for the end of the save under way; None if the time is up first, or if none is under way."""
         if self._version is None:
             return None
+        if self._copying is not None:
+            self._copying.join(timeout_s)
+            if self._copying.is_alive():
+                return None
+            self._copying = None
         result, self._failed = self._failed, None
         if result is None:
             self._link.settimeout(timeout_s)
@@ -139,6 +162,7 @@ class CheckpointWriter:
 
     def close(self) -> None:
         """End the writer process; a save under way is given up."""
+        self.wait_copied()
         self._process.kill()
         self._process.wait()
         self._link.close()
@@ -193,14 +217,16 @@ class _Staging:
         self._memory: SharedMemory | None = None
         self._layout: list[tuple[torch.Size, torch.dtype]] = []
         self._views: list[Tensor] = []
+        self.sent = False
+        """Whether the writer process has the memory."""
 
     @property
     def fd(self) -> int:
         assert self._memory is not None
         return self._memory.fd
 
-    def copy(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Copy tensors one behind the other; return the file descriptor of the memory if it is a new one.
+    def copy(self, tensors: Sequence[Tensor]) -> None:
+        """Copy tensors one behind the other.
 
         Raises:
             PacelineError: there is not enough memory.
@@ -208,8 +234,7 @@ class _Staging:
         layout = [(tensor.shape, tensor.dtype) for tensor in tensors]
         size = sum(tensor.nbytes for tensor in tensors)
         memory = self._memory
-        new = memory is None or size > memory.size_bytes
-        if memory is None or new:
+        if memory is None or size > memory.size_bytes:
             self.close()
             self._memory = memory = SharedMemory.create("checkpoint", max(size, mmap.PAGESIZE), reserved_bytes=size)
             with suppress(OSError):  # an older kernel
@@ -222,11 +247,10 @@ class _Staging:
         with torch.no_grad():
             for view, tensor in zip(self._views, tensors, strict=True):
                 view.copy_(tensor)
-        return [memory.fd] if new else []
 
     def close(self) -> None:
         """Free the memory."""
-        self._layout, self._views = [], []
+        self._layout, self._views, self.sent = [], [], False
         if self._memory is not None:
             self._memory.close()
             self._memory = None

@@ -2,12 +2,13 @@
 
 ::
 
-    engine   ... event ... event | take a snapshot, copy it | event ... event ... event ...
-    writer                                                  | hash, write, fsync, rename |
+    engine   ... event ... event | take a snapshot | gradients ... | event ... event ... event ...
+    thread                                         | copy          |
+    writer                                                         | hash, write, fsync, rename |
 
-An engine calls :meth:`Checkpointer.save_if_due` between two events. What it holds then is copied, and written by
-another process while training goes on. A disk that is full, slow or read-only costs a line on stderr and the next try,
-never the run.
+An engine calls :meth:`Checkpointer.save_if_due` between two events. What it holds then is copied, at once or until the
+engine changes it (:meth:`Checkpointer.settle`), and written by another process while training goes on. A disk that is
+full, slow or read-only costs a line on stderr and the next try, never the run.
 """
 
 import sys
@@ -33,14 +34,17 @@ class Snapshot:
     """What one process holds of a run at one moment.
 
     Args:
-        chunks: its tensors; copied before the next event.
+        chunks: its tensors.
         optimizer: what of the optimizer's state is no tensor, as far as this process has it.
         engine: what only the engine understands.
+        settles: whether the engine calls :meth:`Checkpointer.settle` before it changes a tensor of the chunks; else
+            they are copied at once.
     """
 
     chunks: Iterable[TensorChunk]
     optimizer: Mapping[str, Any]
     engine: Mapping[str, Any] | None = None
+    settles: bool = False
 
 
 def tell(sentence: str) -> None:
@@ -150,8 +154,17 @@ class Checkpointer:
             }
         if self._writer is not None:
             self._writer.begin(coordinator.version, snapshot.chunks, head)
+            if not snapshot.settles:
+                self._writer.wait_copied()
         self._saved = coordinator.version, coordinator.tally.gradients
         self.stall_s += time.monotonic() - began
+
+    def settle(self) -> None:
+        """Return once what a snapshot holds may change."""
+        if self._writer is not None and self._writer.busy:
+            began = time.monotonic()
+            self._writer.wait_copied()
+            self.stall_s += time.monotonic() - began
 
     def finish(self, now: Seconds) -> None:
         """Save the end of training, unless it never began, and wait until it is written."""

@@ -12,17 +12,18 @@ Where others may die it is parked instead: what a dead replica had begun may sti
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from paceline.aggregation import text_of
 from paceline.aggregation.base import Action, Aggregation, Apply, Arrival, Decision, Discard, Release
 from paceline.aggregation.state_codec import decode, encode, kind
 from paceline.core.data_order import BatchRange
-from paceline.core.errors import InputError, PacelineError
+from paceline.core.errors import PacelineError
 from paceline.core.records import ReplicaPosition
 from paceline.core.types import Clock, LeaveReason, ReplicaId, Version
 from paceline.engine.batch_dispatcher import NO_BATCHES, BatchDispatcher
+from paceline.engine.coordinator_state import CoordinatorState, Tally
 
 
 class DecisionExecutor(Protocol):
@@ -42,58 +43,6 @@ class DecisionExecutor(Protocol):
 
     def dismiss(self, replica: ReplicaId) -> None:
         """End a replica whose share of the budget is spent."""
-
-
-@dataclass
-class Tally:
-    """Counts of a run so far."""
-
-    gradients: int = 0
-    applied: int = 0
-    discarded: int = 0
-    cancelled: int = 0
-    nonfinite: int = 0
-    samples: int = 0
-    """Samples in applied Δs."""
-    seen_samples: int = 0
-    """Samples in all Δs that arrived."""
-    micro_steps: int = 0
-    """Micro-steps of all attempts that ended, cancelled ones included."""
-    staleness: Counter[int] = field(default_factory=Counter[int])
-    recent_staleness: int = 0
-    recent_applied: int = 0
-
-
-@dataclass(frozen=True)
-class CoordinatorState:
-    """The state of a :class:`Coordinator`, for a checkpoint."""
-
-    version: Version
-    """Updates of A."""
-    tally: Tally
-    policy: str
-    """Text of the policy."""
-    policy_kind: str
-    """What a policy must have in common with it to go on with its state."""
-    policy_state: Any
-    """As :mod:`~paceline.aggregation.state_codec` encodes it."""
-    unfinished: Any
-    """The rest of a decision that the end of the run has broken off, encoded likewise."""
-    leaving: tuple[ReplicaId, ...]
-    """Replicas that are done, of which the policy does not know yet."""
-    present: tuple[ReplicaId, ...]
-    """Replicas that take part."""
-    computing: tuple[ReplicaId, ...]
-    """Those that computed, in the order in which they were sent A."""
-    positions: tuple[ReplicaPosition, ...]
-    """Of each replica; what is under way does not count."""
-    held: tuple[Arrival, ...]
-    """Δs that the policy holds."""
-
-    def __post_init__(self) -> None:
-        numbers = {*self.leaving, *self.present, *self.computing}
-        if not numbers <= set(range(len(self.positions))) or not set(self.computing) <= set(self.present):
-            raise InputError(f"it has replicas {sorted(numbers)} of {len(self.positions)}")
 
 
 class Coordinator:

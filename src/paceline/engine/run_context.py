@@ -82,7 +82,7 @@ class RunContext:
         run, order = resume.run, self.order
         self.keeps_policy = self._can_keep(resume)
         if self.keeps_policy:
-            held = {(arrival.replica, arrival.clock) for arrival in run.coordinator.held}
+            held = run.coordinator.held_names
             self._held = tuple(each for each in run.data.outstanding if (each.replica, each.clock) in held)
         self.data = resumed_data(self.data, run, self.replicas, self._held)
         self.order, self.same_order = self.data.order, same_division(order, run.data.order)
@@ -190,7 +190,7 @@ def resumed_data(start: DataPosition, run: RunState, replicas: int, keeps: Colle
     if same_division(order, before.order):
         # Who was at work on them takes them again.
         staying = set(run.coordinator.computing).intersection(range(replicas))
-        held = {(arrival.replica, arrival.clock) for arrival in run.coordinator.held}
+        held = run.coordinator.held_names
         again = tuple(
             each if each.replica in staying and (each.replica, each.clock) not in held else each._replace(replica=None)
             for each in again

@@ -26,7 +26,7 @@ from paceline.core.noise_scale import NoiseState
 from paceline.core.records import Record, ReplicaExit
 from paceline.core.typed_json import of_json, to_json
 from paceline.core.types import Clock, ReplicaId, Seconds
-from paceline.engine.coordinator import CoordinatorState
+from paceline.engine.coordinator_state import CoordinatorState
 from paceline.replica.flat_state import FlatState
 from paceline.replica.optimizer_state import whole_chunks
 

@@ -185,8 +185,9 @@ class FlatOptimizer:
         for group, options in zip(self._optimizer.param_groups, other["groups"], strict=True):
             group.update(options)
         for parameter, state in zip(self._parameters, other["state"], strict=True):
-            if state is not None:
-                self._optimizer.state[parameter] = state
+            if state is not None:  # its tensors may lie in memory that can't be written
+                copies = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
+                self._optimizer.state[parameter] = copies
         if self._scheduler is not None:
             self._scheduler.load_state_dict(other["scheduler"])
 

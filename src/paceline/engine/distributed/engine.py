@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import itertools
 import threading
 import time
 import traceback
@@ -21,7 +22,7 @@ from paceline.core.mesh import Coordinate
 from paceline.core.records import Record
 from paceline.core.registry import register
 from paceline.engine.base import Engine, Job, Outcome, Progress, Watcher
-from paceline.engine.checkpointing import Checkpointer, Snapshot
+from paceline.engine.checkpointing import Checkpointer, Snapshot, tell
 from paceline.engine.distributed.agreement import DivergenceCheck, check_job, facts, refuse_differences
 from paceline.engine.distributed.async_pipeline import AsyncPipelineClient, AsyncStageShard
 from paceline.engine.distributed.client import AllReduceClient, ClientContext
@@ -33,7 +34,7 @@ from paceline.engine.distributed.sync_batchnorm import batchnorm_over
 from paceline.engine.distributed.uneven_inputs import ShadowPasses, ShadowReplica
 from paceline.engine.loop import InterruptGuard
 from paceline.engine.run_context import RunContext, own_settings, refuse_absent_gpu, set_threads_and_seed, threads
-from paceline.engine.spmd.membership import Survives
+from paceline.engine.spmd.membership import ExcludedError, Survives
 from paceline.engine.spmd.process_group import LaunchEnv, backend_for, refuse_launch
 from paceline.engine.spmd.rank_context import RankContext, RankSetup, build_once_per_host, open_rank_context
 from paceline.engine.worker import ClientWorker, InMemorySink, InstrumentedReplica, WorkerMetrics
@@ -79,16 +80,20 @@ class DistributedEngine(Engine):
         if backend == "nccl":
             torch.cuda.set_device(device)
         watched = job.strategy.compression == "none"  # a compression makes collectives of its own
-        survives = Survives(job.suspect_after_s) if job.survives_deaths else None
+        survives = Survives(job.suspect_after_s, job.timeout_s, tell) if job.survives_deaths else None
         terms = {"strategy": str(job.strategy), "on_death": str(job.on_death)}
-        context = open_rank_context(
-            world, backend, device, job.timeout_s, watched=watched, survives=survives, terms=terms
-        )
-        try:
-            with own_settings(), context as together, contextlib.ExitStack() as closing:
-                return DistributedRun(job, together, backend, watch, closing).outcome()
-        finally:
-            gc.collect()  # a group that is let go of in the middle of another run's backward hangs (torch 2.13, Gloo)
+        for again in itertools.chain([False], itertools.repeat(True)):
+            context = open_rank_context(
+                world, backend, device, job.timeout_s, watched=watched, survives=survives, terms=terms, again=again
+            )
+            try:
+                with own_settings(), context as together, contextlib.ExitStack() as closing:
+                    return DistributedRun(job, together, backend, watch, closing).outcome()
+            except ExcludedError as error:
+                tell(str(error))
+            finally:
+                gc.collect()  # a group that is let go of in another run's backward hangs (torch 2.13, Gloo)
+        raise AssertionError
 
 
 class DistributedRun:

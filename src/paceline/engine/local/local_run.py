@@ -113,12 +113,13 @@ class LocalRun:
             idle=lambda: self._coordinator.waiting,
             lead=lambda r: min(self._max_lead, self._loop.dispatcher.quota.guaranteed(r)) if self._max_lead else 0,
             before_grant=self._faults.inject,
+            before_change=self._settle,
         )
         self._server = SharedMemoryServer(server_context)
-        first_replicas = replicas_at_start(job.strategy)
+        self._first_replicas = replicas_at_start(job.strategy)
         parks = job.on_death != "stop" and context.delta_slots > 0
         self._loop = RunLoop(
-            context, self._server, digest, self._evaluate, watch, noise, replicas=first_replicas, parks=parks
+            context, self._server, digest, self._evaluate, watch, noise, replicas=self._first_replicas, parks=parks
         )
         self._coordinator = self._loop.coordinator
         self._checkpointer = Checkpointer(context, self._loop, self._snapshot)
@@ -149,7 +150,7 @@ class LocalRun:
     def _start(self) -> None:
         job, workers = self._job, self._workers
         self._watch(Progress("starting", 0.0))
-        workers.start(replicas_at_start(job.strategy))
+        workers.start(self._first_replicas)
         self._evaluation = EvaluationProcess(
             job,
             self._fork_server,
@@ -287,6 +288,9 @@ class LocalRun:
         if self._job.budget.until is not None and not self._evaluation.alive:
             self._loop.keep(self._evaluation.evaluate_rest())  # the run waits for it
 
+    def _settle(self) -> None:
+        self._checkpointer.settle()
+
     def _snapshot(self) -> Snapshot:
         """Return A, its optimizer, the Δs that the policy holds, and what replicas keep."""
         optimizer, held = self._optimizer, self._server.held_chunks()
@@ -298,7 +302,9 @@ class LocalRun:
             )
         if optimizer is None:
             return Snapshot([*whole_chunks(self._server.state), *own], {}, engine)
-        return Snapshot([*optimizer.chunks(), *held, *own], optimizer.flat_optimizer.state_json(), engine)
+        # What replicas keep changes with their next grants.
+        chunks, saved = [*optimizer.chunks(), *held, *own], optimizer.flat_optimizer.state_json()
+        return Snapshot(chunks, saved, engine, settles=not own)
 
     # ---------------------------------------------------------------------------------------------------------- results
 

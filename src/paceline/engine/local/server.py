@@ -42,6 +42,8 @@ class ServerContext:
     """Returns how many attempts a replica may make before main reads their completions."""
     before_grant: Callable[[ReplicaId, Clock], None]
     """Called before a replica is granted an attempt."""
+    before_change: Callable[[], None]
+    """Called before A, its optimizer or a Δ that the policy holds changes."""
 
 
 class SharedMemoryServer:
@@ -163,6 +165,7 @@ class SharedMemoryServer:
         self._workers.wakeups[replica].notify()
 
     def apply(self, action: Apply) -> None:
+        self._context.before_change()
         began = time.monotonic_ns() if self._timed else 0
         if self._context.owner is not None:
             self._update(self._context.owner, action)
@@ -173,6 +176,7 @@ class SharedMemoryServer:
             self._context.recorder.record("apply", self.version, began, ended)
 
     def discard(self, arrivals: tuple[Arrival, ...]) -> None:
+        self._context.before_change()
         for a in arrivals if self._slots else ():
             slot, _ = self._undecided.pop((a.replica, a.clock))
             self._free_slots[a.replica].append(slot)

@@ -104,6 +104,8 @@ class RayExecutor:
         """Called after a replica's record has another reply."""
         self.cancelled: Callable[[ReplicaId], None] = lambda _: None
         """Called when a replica's attempt is to stop."""
+        self.before_change: Callable[[], None] = lambda: None
+        """Called before A's optimizer changes."""
         self.spans = SpanLog(context.job.trace, SERVER)
         """Of the updates."""
 
@@ -121,6 +123,7 @@ class RayExecutor:
         self.replied(replica)
 
     def apply(self, action: Apply) -> None:
+        self.before_change()
         began = time.monotonic_ns()
         deltas = [(self.undecided.pop((a.replica, a.clock)), weight) for a, weight in action.deltas]
         self.owner.apply(deltas, action.rate, alone=action.alone, out=self.owner.state.layout.new())

@@ -68,6 +68,7 @@ class ServerRun:
         self._sentences: list[str] = []
         """All that the user was to be told."""
         self._checkpointer = Checkpointer(state.context, state.loop, self._snapshot, say=self._sentences.append)
+        state.executor.before_change = self._checkpointer.settle
         self._evaluation = RayEvaluation(job, state.queue, scorer, self._keep, run.fail)
         self._pace = ReplicaPace(len(state.records), job.suspect_after_s, job.timeout_s)
         self._suspects: dict[ReplicaId, messages.Suspect] = {}
@@ -384,7 +385,7 @@ class ServerRun:
 
     def _snapshot(self) -> Snapshot:
         executor = self._state.executor
-        return Snapshot(executor.chunks(), executor.owner.flat_optimizer.state_json())
+        return Snapshot(executor.chunks(), executor.owner.flat_optimizer.state_json(), settles=True)
 
     def _save_if_due(self) -> None:
         if self._run.sound and not self._end_saved:

@@ -8,8 +8,9 @@ time, is part of an event, and no method here reads a clock.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from paceline.aggregation.base import Arrival
-from paceline.checkpoint.reader import TensorsInMemory
 from paceline.core.records import Record, ReplicaExit
 from paceline.core.types import Nanoseconds, ReplicaId, Seconds
 from paceline.engine.base import Job
@@ -21,7 +22,6 @@ from paceline.engine.replacement import DeathCounter
 from paceline.engine.run_context import RunContext
 from paceline.engine.scaling import moves
 from paceline.engine.worker_metrics import Figures
-from paceline.replica.optimizer_state import whole_chunks
 
 
 class ServerState:
@@ -228,8 +228,8 @@ class ServerState:
             "statistics": executor.statistics,
             "snapshots": [(arrays_of(state), info) for state, info in self.queue.snapshots],
             "own": {name: getattr(self, name) for name in _OWN},
-            "optimizer": executor.owner.flat_optimizer.state_json(),
-            "tensors": {chunk.name: chunk.tensor for chunk in executor.owner.chunks()},
+            "optimizer": executor.owner.flat_optimizer.replicated(),
+            "state": arrays_of(executor.owner.state),
         }
         return messages.pack(parts, self._known())
 
@@ -243,9 +243,8 @@ class ServerState:
         self.queue.snapshots.extend((messages.state_of(layout, a), info) for a, info in parts["snapshots"])
         for name, value in parts["own"].items():
             setattr(self, name, value)
-        tensors = TensorsInMemory(parts["tensors"])
-        tensors.read_into(whole_chunks(executor.owner.state))
-        executor.owner.flat_optimizer.restore(parts["optimizer"], tensors)
+        torch._foreach_copy_(executor.owner.state.vectors, messages.state_of(layout, parts["state"]).vectors)
+        executor.owner.flat_optimizer.replicate(parts["optimizer"])
 
     def _known(self) -> dict[str, Any]:
         """Return what a copy refers to by name, for the other process has its own."""

@@ -2,26 +2,42 @@
 
 A client of a TCPStore waits in C++ for the answer to each request, and waits for ever where the network drops it: no
 error comes, and no timeout of the store's own applies to most requests (torch 2.13). So each request is made in a
-thread that is left alone if the time is up. It then keeps the client's lock, and later requests end the same way.
+thread, and the client's connection is shut down if the time is up: that ends the wait, with the error that had to
+come. A thread left in C++ would abort the process if it returned while the interpreter ends.
 """
 
+import contextlib
 import json
+import os
+import socket
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from paceline.core.errors import WorkerError
 from paceline.core.types import Seconds
 
 T = TypeVar("T")
 
+# setsockopt(2), Linux 6.15: the longest time in ms after which what was not acknowledged is sent again.
+TCP_RTO_MAX_MS = 44
 
-def bounded(call: Callable[[], T], timeout_s: Seconds, name: str) -> T:
+# Longest wait for a thread to return whose connection was shut down; it takes well below a millisecond.
+SHUT_DOWN_S = 1.0
+
+
+def bounded(call: Callable[[], T], timeout_s: Seconds, name: str, give_up: Callable[[], None] = lambda: None) -> T:
     """Return what a call returns that may block in C++ for ever; it is left alone in its thread if the time is up.
+
+    Args:
+        call: may block.
+        timeout_s: longest wait.
+        name: of what is waited for, in the error.
+        give_up: makes the call return once the time is up, if there is a way to.
 
     Raises:
         WorkerError: it did not return in time.
@@ -38,6 +54,8 @@ def bounded(call: Callable[[], T], timeout_s: Seconds, name: str) -> T:
     thread.start()
     thread.join(timeout_s)
     if not results:
+        give_up()
+        thread.join(SHUT_DOWN_S)
         raise WorkerError(f"{name} did not answer within {timeout_s:g} s")
     value, error = results[0]
     if error is not None:
@@ -56,6 +74,13 @@ class BoundedStore:
 
     store: Store
     timeout_s: Seconds
+    _given_up: threading.Event = field(default_factory=threading.Event)
+    """Set once the connection was shut down."""
+
+    def __post_init__(self) -> None:
+        for connection, _ in self._connections():
+            with contextlib.suppress(OSError):  # an older kernel: the answer may take as long again as the cut did
+                connection.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, 1000)
 
     def get(self, key: str) -> bytes:
         return self._call(lambda: self.store.get(key))
@@ -71,11 +96,41 @@ class BoundedStore:
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
         bound_s = self.timeout_s + timeout.total_seconds()
-        bounded(lambda: self.store.wait(list(keys), timeout), bound_s, "the job's store")
+        self._call(lambda: self.store.wait(list(keys), timeout), bound_s)
 
     def found(self, key: str) -> Any:
         """Return the JSON value of a key, or None."""
         return json.loads(self.get(key)) if self.check([key]) else None
 
-    def _call(self, call: Callable[[], T]) -> T:
-        return bounded(call, self.timeout_s, "the job's store")
+    def _call(self, call: Callable[[], T], timeout_s: Seconds | None = None) -> T:
+        if self._given_up.is_set():
+            raise WorkerError("the job's store was given up, since it had not answered")
+        return bounded(call, self.timeout_s if timeout_s is None else timeout_s, "the job's store", self._shut_down)
+
+    def _shut_down(self) -> None:
+        """Shut down the connections of this process to the store's server: what waits for an answer gets an error."""
+        self._given_up.set()
+        for connection, to_server in self._connections():
+            with contextlib.suppress(OSError):
+                if to_server:
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def _connections(self) -> Iterator[tuple[socket.socket, bool]]:
+        """Yield each connection of this process to the store's server, or of the server to a client, and which it is.
+
+        What is yielded is another handle of the connection, and closed afterwards.
+        """
+        store = self.store
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        if not isinstance(store, TCPStore):
+            return
+        hosts = {info[4][0] for info in socket.getaddrinfo(store.host, store.port, type=socket.SOCK_STREAM)}
+        for name in os.listdir("/dev/fd"):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+                ends = [
+                    address[1:2] == (store.port,) and address[0].removeprefix("::ffff:") in hosts
+                    for address in (connection.getpeername(), connection.getsockname())
+                ]
+                if any(ends):
+                    yield connection, ends[0]

@@ -8,14 +8,15 @@
 
 A rank that has ended is *known* to be dead: by its pidfd on its own host, or by its own word. One that is silent is
 *suspected*: it may be cut off, and go on elsewhere. So ranks that suspect others go on only if they are more than half
-of those not known to be dead; else they end. As each collective needs all members of a generation, and a member
-proposes itself for the next one only after it has abandoned the last, no two generations are ever at work.
+of those not known to be dead; else they wait for the others, and end if these are not back in time. As each collective
+needs all members of a generation, and a member proposes itself for the next one only after it has abandoned the last,
+no two generations are ever at work.
 """
 
 import json
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from paceline.core.errors import WaitTimeoutError, WorkerError
@@ -47,7 +48,11 @@ class RanksLost(Exception):  # noqa: N818 (an event: the others go on)
 
 
 class ExcludedError(WorkerError):
-    """This rank is no member any more; the others go on, or ended by themselves."""
+    """This rank is no member any more: the others have gone on without it."""
+
+
+class MinorityError(WorkerError):
+    """This rank is among too few to go on; the others may have gone on, or have ended likewise."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +61,13 @@ class Survives:
 
     Args:
         suspect_after_s: time that silent ranks are given to propose themselves.
+        timeout_s: time that they are given where those that have proposed themselves are no majority.
+        say: tells the user something.
     """
 
     suspect_after_s: Seconds
+    timeout_s: Seconds
+    say: Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -98,7 +107,7 @@ class RankMembership:
     """
 
     def __init__(self, store: BoundedStore, registry: RankRegistry, rank: int, survives: Survives) -> None:
-        self.store, self._registry, self.rank = store, registry, rank
+        self.store, self._registry, self.rank, self._survives = store, registry, rank, survives
         self._admitted = set[str]()
         self._looked_s = time.monotonic()
         self.generation = Generation(0, tuple(range(len(registry.peers))))
@@ -132,20 +141,30 @@ class RankMembership:
             waited_s: how long it had waited already.
 
         Raises:
-            ExcludedError: this rank is among too few, or the others go on without it.
+            ExcludedError: the others have gone on without it.
+            MinorityError: it is among too few to go on.
         """
-        deadline = time.monotonic() + max(self.silence_s - waited_s, PROPOSAL_S)
+        began, told = time.monotonic() - waited_s, False
+        suspected = max(began + self.silence_s, time.monotonic() + PROPOSAL_S)
+        deadline = max(began + self._survives.timeout_s, suspected)
         number, store = self.number + 1, self.store
         store.set(f"abandoned {self.number}", "")
         self._propose(number, completed, {})
         while not store.check([f"generation {number}"]):
             proposals, dead = self._proposals(number)
-            late = time.monotonic() > deadline
-            joined = self.requests(dead)
+            now, joined = time.monotonic(), self.requests(dead)
             silent = [r for r in self.generation.members if r not in proposals and r not in dead]
-            if silent and late:
-                self._require_majority(proposals, dead, silent)
-            if silent and not late:
+            if silent and now > suspected and not self._majority(proposals, dead):
+                if now > deadline:
+                    raise self._too_few(proposals, dead, silent)
+                if not told and self.rank == min(proposals):
+                    left = deadline - now
+                    self._survives.say(
+                        f"{self._names(silent)} said nothing for {self.silence_s:g} s; ranks {sorted(proposals)} are "
+                        f"no majority without them, and wait for up to {left:.0f} s more"
+                    )
+                told = True
+            if silent and (now <= suspected or told):
                 time.sleep(LOOK_S)
                 continue
             order = self.generation.members
@@ -162,8 +181,8 @@ class RankMembership:
         if self.rank not in self.generation.members:
             why = self.generation.left.get(self.rank, "is not among them")
             raise ExcludedError(
-                f"{self._registry.own} {why}, and the others go on without it; its part of the round is discarded: "
-                "start it again to join, or write a larger suspect_after_s= if a step may take so long"
+                f"{self._registry.own} {why}, and the others go on without it; its part of the round is discarded, and "
+                "it joins them again; write a larger suspect_after_s= if a step may take so long"
             )
         return self.generation
 
@@ -185,17 +204,22 @@ class RankMembership:
             self._propose(number, completed[self.rank], dead | found)
         return completed, found | dead  # a rank that failed has said more than its exit code does
 
-    def _require_majority(self, proposals: Mapping[int, int], dead: Mapping[int, str], silent: Sequence[int]) -> None:
-        """Raise unless more than half of those that may be alive have proposed themselves."""
+    def _majority(self, proposals: Mapping[int, int], dead: Mapping[int, str]) -> bool:
+        """Return whether more than half of those that may be alive have proposed themselves."""
+        alive = [rank for rank in self.generation.members if rank not in dead]
+        return 2 * len([rank for rank in proposals if rank not in dead]) > len(alive)
+
+    def _too_few(self, proposals: Mapping[int, int], dead: Mapping[int, str], silent: Sequence[int]) -> MinorityError:
         alive = [rank for rank in self.generation.members if rank not in dead]
         here = [rank for rank in proposals if rank not in dead]
-        if 2 * len(here) <= len(alive):
-            lost = ", ".join(str(self._registry.peers[rank]) for rank in silent)
-            raise ExcludedError(
-                f"{lost} said nothing for {self.silence_s:g} s, and may be cut off rather than dead; "
-                f"{self._registry.own} is among {len(here)} of {len(alive)} ranks, and no more than half of them must "
-                "not go on: start the job again with checkpoint=…, resume=True"
-            )
+        return MinorityError(
+            f"{self._names(silent)} said nothing for {self._survives.timeout_s:g} s, and may be cut off rather than "
+            f"dead; {self._registry.own} is among {len(here)} of {len(alive)} ranks, and no more than half of them "
+            "must not go on: start the job again with checkpoint=…, resume=True, or write a larger timeout_s="
+        )
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        return ", ".join(str(self._registry.peers[rank]) for rank in ranks)
 
     # ------------------------------------------------------------------------------------- ranks that are started anew
 
@@ -228,11 +252,12 @@ class RankMembership:
         deadline = time.monotonic() + timeout_s
         while not self.store.check([f"admitted {own}"]):
             if self.store.check(["over"]):
-                raise WaitTimeoutError(f"rank {self.rank} was started again, but the run that it belongs to is over")
+                raise WaitTimeoutError(f"rank {self.rank} asked to join the run again, but it is over")
             if time.monotonic() > deadline:
                 raise WaitTimeoutError(
-                    f"rank {self.rank} was started again, and waited {timeout_s:g} s for the others to take it in; "
-                    "they do so between two steps under on_death='continue', once they know that it has died"
+                    f"rank {self.rank} asked to join the run again, and the others did not take it in within "
+                    f"{timeout_s:g} s; they do so between two steps under on_death='continue', once they know that it "
+                    "has died"
                 )
             time.sleep(LOOK_S)
         number = int(self.store.get(f"admitted {own}"))

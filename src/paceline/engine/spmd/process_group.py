@@ -121,8 +121,8 @@ def file_rendezvous(rank: int, size: int, path: str, timeout_s: Seconds) -> None
 # By it, Gloo is told where to listen; else it takes the address that the host's name stands for.
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
-# Number of store prefixes in use; every rank uses the same ones in the same order.
-_prefixes = 0
+# Runs of this process so far; every rank makes the same ones in the same order.
+_runs = 0
 
 # The job's store, after the rendezvous.
 _job_store: Store | None = None
@@ -215,7 +215,13 @@ class ProcessGroup:
 
 @contextlib.contextmanager
 def opened(
-    world: LaunchEnv, backend: str, timeout_s: Seconds, terms: Mapping[str, str], *, survives: bool = False
+    world: LaunchEnv,
+    backend: str,
+    timeout_s: Seconds,
+    terms: Mapping[str, str],
+    *,
+    survives: bool = False,
+    again: bool = False,
 ) -> Iterator[ProcessGroup | None]:
     """Context manager: the process group of a run; None if this process is alone.
 
@@ -229,11 +235,14 @@ def opened(
         timeout_s: longest wait for the others.
         terms: what all ranks must have in common, by name.
         survives: whether the run survives deaths.
+        again: whether this process was in the run before, and the others have gone on without it.
 
     Raises:
         WaitTimeoutError: not all ranks have come within ``timeout_s``.
         PacelineError: ranks differ in a term, or two processes are the same rank.
     """
+    global _runs
+    _runs += not again
     if world.size == 1:
         yield None
         return
@@ -244,7 +253,7 @@ def opened(
         with _all_come(world, timeout_s):
             base = dist.distributed_c10d._get_default_store() if dist.is_initialized() else _store_of_job(world, bound)
             terms = {"backend": backend, **terms}
-            joins = attend(_own_prefix(base), world.rank, world.size, terms, timeout_s, may_join=survives)
+            joins = attend(_own_prefix(base, "arrivals"), world.rank, world.size, terms, timeout_s, may_join=survives)
         yield from _opened_alone(world, backend, bound, joins=joins) if survives else _opened(world, backend, bound)
 
 
@@ -270,13 +279,13 @@ def _opened(world: LaunchEnv, backend: str, bound: timedelta) -> Iterator[Proces
         with _all_come(world, bound.total_seconds()):
             dist.init_process_group(
                 _in_torch(backend),
-                store=_own_prefix(_store_of_job(world, bound)),
+                store=_own_prefix(_store_of_job(world, bound), "group"),
                 rank=world.rank,
                 world_size=world.size,
                 timeout=bound,
             )
         handle = dist.group.WORLD
-    group = ProcessGroup(handle, _own_prefix(dist.distributed_c10d._get_default_store()), backend, bound)
+    group = ProcessGroup(handle, _own_prefix(dist.distributed_c10d._get_default_store(), "run"), backend, bound)
     try:
         yield group
     except BaseException:
@@ -294,7 +303,7 @@ def _opened_alone(world: LaunchEnv, backend: str, bound: timedelta, *, joins: bo
     """Yield a group that torch.distributed does not keep; one without members for a process that joins the others."""
     with _all_come(world, bound.total_seconds()):
         base = dist.distributed_c10d._get_default_store() if dist.is_initialized() else _store_of_job(world, bound)
-        group = ProcessGroup(None, _own_prefix(base), backend, bound, rank=world.rank)
+        group = ProcessGroup(None, _own_prefix(base, "run"), backend, bound, rank=world.rank)
         if not joins:
             group.handle = group.of_generation(0, range(world.size), bound.total_seconds()).handle
     try:
@@ -356,11 +365,9 @@ def _formed(backend: str, store: Store, rank: int, members: Sequence[int], bound
     return handle
 
 
-def _own_prefix(store: Store) -> Store:
-    """Return the store with a prefix that no other run uses."""
-    global _prefixes
-    _prefixes += 1
-    return PrefixStore(f"paceline/{_prefixes}", of_this_start(store))
+def _own_prefix(store: Store, use: str) -> Store:
+    """Return the store with a prefix that no other run uses, and this one for nothing else."""
+    return PrefixStore(f"paceline/{_runs}/{use}", of_this_start(store))
 
 
 def _in_torch(backend: str) -> str:

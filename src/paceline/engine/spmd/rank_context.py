@@ -42,15 +42,12 @@ from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.run_context import RunContext
 from paceline.engine.spmd.bounded_store import BoundedStore
 from paceline.engine.spmd.communicator import CollectiveWatchdog, Communicator
-from paceline.engine.spmd.membership import ExcludedError, RankMembership, Survives
+from paceline.engine.spmd.membership import ExcludedError, MinorityError, RankMembership, Survives
 from paceline.engine.spmd.process_group import LaunchEnv, opened
 from paceline.engine.spmd.rank_registry import RankRegistry, StoreSignals
 from paceline.engine.spmd.rendezvous import LINGER_S, keeps_store
 from paceline.engine.spmd.survival import Survival
 from paceline.replica.flat_state import FlatLayout
-
-# Shortest bound on an answer of the store, however soon silence is suspected.
-STORE_S: Seconds = 2.0
 
 # Timeout of a rank that exports, partitions and verifies the model; the death of a rank is noticed at once.
 PREPARATION_S: Seconds = 1800.0
@@ -133,11 +130,13 @@ class RankContext:
         if survival is None or (survival.state is None and survival.arrival is None):
             return True
         joining = survival.state is None
-        return isinstance(error, PacelineError) and not isinstance(error, ExcludedError) and not joining
+        return (
+            isinstance(error, PacelineError) and not isinstance(error, (ExcludedError, MinorityError)) and not joining
+        )
 
     def _leave(self, error: Exception) -> PacelineError:
         """Let the others go on without this rank, and return its own error."""
-        if isinstance(error, ExcludedError):
+        if isinstance(error, (ExcludedError, MinorityError)):
             return error
         assert self.survival is not None, "else its errors concern all"
         failure = WorkerError(failure_text(json.loads(encode_failure(self.world.rank, error))))
@@ -156,6 +155,7 @@ def open_rank_context(
     watched: bool,
     survives: Survives | None = None,
     terms: Mapping[str, str] = MappingProxyType({}),
+    again: bool = False,
 ) -> Iterator[RankContext]:
     """Context manager: this rank's context in one run. An error that any rank raises inside, all ranks raise.
 
@@ -167,8 +167,9 @@ def open_rank_context(
         watched: True if :class:`CollectiveWatchdog` waits for all collectives; else the backend must bound them.
         survives: how the run goes on when ranks die; None: it ends.
         terms: what all ranks must have in common before they begin, by name.
+        again: whether this process was in the run before, and the others have gone on without it.
     """
-    group_of_run = opened(world, backend, timeout_s, terms, survives=survives is not None)
+    group_of_run = opened(world, backend, timeout_s, terms, survives=survives is not None, again=again)
     with group_of_run as group, contextlib.ExitStack() as closing:
         joins = group is not None and group.handle is None
         registry = RankRegistry(world, None if joins else group)
@@ -178,7 +179,7 @@ def open_rank_context(
             store: Store | BoundedStore = group.store
             membership: RankMembership | None = None
             if survives is not None:
-                store = bounded_store = BoundedStore(group.store, max(survives.suspect_after_s, STORE_S))
+                store = bounded_store = BoundedStore(group.store, survives.timeout_s)
                 membership = RankMembership(bounded_store, registry, world.rank, survives)
                 if joins:
                     generation = membership.join(timeout_s)
