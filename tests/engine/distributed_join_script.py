@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline import launch
 from paceline.engine.distributed.replicated_coordinator import ReplicatedCoordinator
+from paceline.engine.run_context import is_main
 from tests.engine.distributed_cases import CASES, attempt, keep, told
 
 folder, backend, case, dying = Path(sys.argv[1]), sys.argv[2], CASES[sys.argv[3]], int(sys.argv[4])
@@ -46,7 +47,7 @@ def run() -> Any:
     if "wrong" in sys.argv and again:
         settings["seconds"] = 95.0
     run = launch(loop, case.program, strategy, engine=engine, **settings)
-    return told(run) | {"left": run.left, "rounds": rounds}
+    return told(run) | {"left": run.left, "rounds": rounds, "main": is_main(engine)}
 
 
 keep(folder, "survived", attempt(run))

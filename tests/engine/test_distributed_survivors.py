@@ -256,6 +256,7 @@ def test_a_rank_that_is_started_again_joins_where_the_others_are(
     fork_server: ForkServer, tmp_path: Path, backend: str, case: str, dying: int
 ) -> None:
     found = joined(fork_server, tmp_path, backend, case, dying)
+    assert [rank for rank in range(3) if found[rank].pop("main")] == [1 if dying == 0 else 0]
     run = agreed(found)
     assert [each.replica for each in run["left"]] == [dying]
     others = [found[rank]["rounds"] for rank in range(3) if rank != dying]

@@ -88,7 +88,7 @@ class SharedRun(ReplicatedState):
                 self._context.registry.know([PeerInfo(**fields)])
             coordinator.joined(rank)
             if self._context.is_first:
-                tell(f"{peers[rank]} was started again, and joins at update {version}")
+                tell(f"{peers[rank]} joins again at update {version}")
         run_context.first_rank = self._context.members[0]
         if self._context.is_first and generation.left:
             self._checkpointer.take_over()
@@ -122,6 +122,7 @@ class SharedRun(ReplicatedState):
         self._clock.began_ns, self._clock.paused_ns = other.clock
         self._checkpointer.replicate(other.checkpointer)
         self._divergence.compared = other.compared
+        run_context.first_rank = self._context.members[0]
 
     def lost_sums(self) -> None:
         self._shard.reduce_buffer.renew()
