@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -41,7 +40,7 @@ def test_a_request_that_is_not_answered_leaves_no_thread(server: tuple[int, int]
     assert store.found("key") == 1
     assert store.found("other") is None
     os.kill(pid, signal.SIGSTOP)
-    silent = replace(store, timeout_s=0.2)
+    silent = BoundedStore(store.store, 0.2)
     with pytest.raises(WorkerError, match="the job's store did not answer within"):
         silent.get("key")
     # it would abort the process, were it to return while the interpreter ends

@@ -12,7 +12,6 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -63,7 +62,6 @@ def bounded(call: Callable[[], T], timeout_s: Seconds, name: str, give_up: Calla
     return value  # type: ignore[return-value]
 
 
-@dataclass(frozen=True)
 class BoundedStore:
     """A c10d store each of whose answers is waited for so long: of one that is cut off there are none, and no error.
 
@@ -72,12 +70,15 @@ class BoundedStore:
         timeout_s: longest wait for one answer.
     """
 
-    store: Store
-    timeout_s: Seconds
-    _given_up: threading.Event = field(default_factory=threading.Event)
-    """Set once the connection was shut down."""
-
-    def __post_init__(self) -> None:
+    def __init__(self, store: Store, timeout_s: Seconds) -> None:
+        self.store, self.timeout_s, self._given_up = store, timeout_s, False
+        self._addresses = set[tuple[str, int]]()
+        """Of the store's server; looked up now, since nobody may answer later."""
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        if isinstance(store, TCPStore):
+            found = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_STREAM)
+            self._addresses = {(str(address[0]), store.port) for *_, address in found}
         for connection, _ in self._connections():
             with contextlib.suppress(OSError):  # an older kernel: the answer may take as long again as the cut did
                 connection.setsockopt(socket.IPPROTO_TCP, TCP_RTO_MAX_MS, 1000)
@@ -103,13 +104,13 @@ class BoundedStore:
         return json.loads(self.get(key)) if self.check([key]) else None
 
     def _call(self, call: Callable[[], T], timeout_s: Seconds | None = None) -> T:
-        if self._given_up.is_set():
+        if self._given_up:
             raise WorkerError("the job's store was given up, since it had not answered")
         return bounded(call, self.timeout_s if timeout_s is None else timeout_s, "the job's store", self._shut_down)
 
     def _shut_down(self) -> None:
         """Shut down the connections of this process to the store's server: what waits for an answer gets an error."""
-        self._given_up.set()
+        self._given_up = True
         for connection, to_server in self._connections():
             with contextlib.suppress(OSError):
                 if to_server:
@@ -120,17 +121,12 @@ class BoundedStore:
 
         What is yielded is another handle of the connection, and closed afterwards.
         """
-        store = self.store
-        while isinstance(store, PrefixStore):
-            store = store.underlying_store
-        if not isinstance(store, TCPStore):
-            return
-        hosts = {info[4][0] for info in socket.getaddrinfo(store.host, store.port, type=socket.SOCK_STREAM)}
-        for name in os.listdir("/dev/fd"):
+        for name in os.listdir("/dev/fd") if self._addresses else ():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
                 ends = [
-                    address[1:2] == (store.port,) and address[0].removeprefix("::ffff:") in hosts
+                    (address[0].removeprefix("::ffff:"), address[1]) in self._addresses
                     for address in (connection.getpeername(), connection.getsockname())
+                    if isinstance(address, tuple)
                 ]
                 if any(ends):
                     yield connection, ends[0]

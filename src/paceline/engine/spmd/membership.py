@@ -30,8 +30,9 @@ LOOK_S: Seconds = 0.02
 # Time between two looks for ranks that ask to join.
 REQUEST_S: Seconds = 1.0
 
-# Shortest time that ranks are given to propose themselves: those that wait look at the store four times a second.
-PROPOSAL_S: Seconds = 1.0
+# Shortest time that ranks are given to propose themselves. Those that wait look at the store four times a second, and
+# where one that was cut off is back, the request of another may come a second later.
+PROPOSAL_S: Seconds = 2.0
 
 
 class RanksLost(Exception):  # noqa: N818 (an event: the others go on)
@@ -144,7 +145,7 @@ class RankMembership:
             ExcludedError: the others have gone on without it.
             MinorityError: it is among too few to go on.
         """
-        began, told = time.monotonic() - waited_s, False
+        began, waits, seen = time.monotonic() - waited_s, False, 0
         suspected = max(began + self.silence_s, time.monotonic() + PROPOSAL_S)
         deadline = max(began + self._survives.timeout_s, suspected)
         number, store = self.number + 1, self.store
@@ -154,17 +155,19 @@ class RankMembership:
             proposals, dead = self._proposals(number)
             now, joined = time.monotonic(), self.requests(dead)
             silent = [r for r in self.generation.members if r not in proposals and r not in dead]
-            if silent and now > suspected and not self._majority(proposals, dead):
+            if waits and len(proposals) > seen:  # where one is back, others may be in a moment
+                suspected = now + PROPOSAL_S
+            seen, too_few = len(proposals), bool(silent) and not self._majority(proposals, dead)
+            if too_few and now > suspected:
                 if now > deadline:
-                    raise self._too_few(proposals, dead, silent)
-                if not told and self.rank == min(proposals):
-                    left = deadline - now
+                    raise self._minority(proposals, dead, silent)
+                if not waits and self.rank == min(proposals):
                     self._survives.say(
                         f"{self._names(silent)} said nothing for {self.silence_s:g} s; ranks {sorted(proposals)} are "
-                        f"no majority without them, and wait for up to {left:.0f} s more"
+                        f"no majority without them, and wait for up to {deadline - now:.0f} s more"
                     )
-                told = True
-            if silent and (now <= suspected or told):
+                waits = True
+            if silent and (too_few or now <= suspected):
                 time.sleep(LOOK_S)
                 continue
             order = self.generation.members
@@ -209,7 +212,7 @@ class RankMembership:
         alive = [rank for rank in self.generation.members if rank not in dead]
         return 2 * len([rank for rank in proposals if rank not in dead]) > len(alive)
 
-    def _too_few(self, proposals: Mapping[int, int], dead: Mapping[int, str], silent: Sequence[int]) -> MinorityError:
+    def _minority(self, proposals: Mapping[int, int], dead: Mapping[int, str], silent: Sequence[int]) -> MinorityError:
         alive = [rank for rank in self.generation.members if rank not in dead]
         here = [rank for rank in proposals if rank not in dead]
         return MinorityError(
