@@ -80,7 +80,9 @@ TABLE: tuple[Thorough, ...] = (
         KILLS,
         but_first=True,
     ),
-    Thorough("tests/engine/test_distributed_survivors.py::test_one_of_two_waits_for_the_other_while_that_may_live", KILLS),
+    Thorough(
+        "tests/engine/test_distributed_survivors.py::test_one_of_two_waits_for_the_other_while_that_may_live", KILLS
+    ),
     Thorough("tests/engine/test_distributed_survivors.py::test_one_of_two_goes_on_if_the_other_is_dead", KILLS),
     Thorough("tests/engine/test_distributed_survivors.py::test_an_exception_is_a_death", KILLS, but_first=True),
     Thorough(

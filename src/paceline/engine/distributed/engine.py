@@ -181,6 +181,7 @@ class DistributedRun:
             if self._arrival is not None:
                 coordinator.replicate(self._arrival.coordinator)
             self._checkpointer = self._new_checkpointer()
+            self._coordinator.before_change = self._checkpointer.settle
             self._closing.callback(self._checkpointer.close)
             client, worker = self._client_and_worker(replica)
             self._begin()
@@ -223,7 +224,9 @@ class DistributedRun:
 
         def take() -> Snapshot:
             held = self._shard.held()
-            return Snapshot(held.written(), held.state_json(), self._shard.state_json)
+            # Compression changes residuals with the next Δ, and BatchNorm running buffers with the next forward pass.
+            settles = held.kept is None and not self._job.running_buffers
+            return Snapshot(held.written(), held.state_json(), self._shard.state_json, settles=settles)
 
         writers, token = [True] * context.world.size, uuid.uuid4().hex
         if self._arrival is not None:

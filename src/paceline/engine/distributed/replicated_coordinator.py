@@ -96,6 +96,8 @@ class ReplicatedCoordinator:
         self._usual_samples = float(context.order.batch_size * micro_steps(context.delta)) if context.order else 1.0
         self.may_repeat = context.job.on_nonfinite == "skip"
         """True where an exchange may have to be repeated for a Δ that was discarded."""
+        self.before_change: Callable[[], None] = lambda: None
+        """Called before A and its optimizer change."""
         self.attempts = [position.attempt for position in context.positions]
         """Number of the Δ that each replica is at."""
         self.batches = [NO_BATCHES] * context.replicas
@@ -229,6 +231,7 @@ class ReplicatedCoordinator:
     # --------------------------------------------------------------------------------- execution of decisions, in order
 
     def apply(self, action: Apply) -> None:
+        self.before_change()
         shard = self._shard
         if self.staged is not None:
             self.staged()
