@@ -1,12 +1,14 @@
 """Write README.md from results/."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kit.machine import described
 from kit.words import grid
+from rows import ROWS
 from rows.contract import DDP, RAY_TRAIN, TORCHFT
 
 HERE = Path(__file__).resolve().parent
@@ -53,11 +55,21 @@ def bound(failures: int, trials: int) -> float:
     return high
 
 
-def points(rows: Sequence[Mapping[str, Any]]) -> tuple[int, int, int]:
-    """Return the points of one test for its numbers, its messages and its comparators, from the results of its rows."""
+def rows_of(number: str) -> list[str]:
+    """Return the names of a test's rows; a row's docstring begins with the number of its test."""
+    return [name for name, each in ROWS.items() if re.match(r"R\d+", str(each.run.__doc__))[0] == number]  # type: ignore[index]
+
+
+def points(rows: Sequence[Mapping[str, Any]], many: int) -> tuple[int, int, int]:
+    """Return the points of one test for its numbers, its messages and its comparators.
+
+    Args:
+        rows: results of its rows.
+        many: how many rows it has; those that were not run met nothing.
+    """
     if not rows:
         return 0, 0, 0
-    passed = all(not row["failures"] and row["trials"] >= row["stated"] for row in rows)
+    passed = len(rows) == many and all(not row["failures"] and row["trials"] >= row["stated"] for row in rows)
     named = all(not row["unnamed"] for row in rows)
     compared = any(seen["trials"] for row in rows for seen in row.get("others", {}).values())
     return 3 * passed, int(named), int(compared)
@@ -68,12 +80,12 @@ def write_page() -> None:
     found: list[dict[str, Any]] = [json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("*.json")]
     found = sorted((each for each in found if "row" in each), key=lambda each: (int(each["row"][1:]), each["title"]))
     by_number = {f"R{i}": [each for each in found if each["row"] == f"R{i}"] for i in NUMBERS}
-    score = {number: points(rows) for number, rows in by_number.items()}
+    score = {number: points(rows, len(rows_of(number))) for number, rows in by_number.items()}
     total = sum(map(sum, score.values()))
     tests = grid(
-        ("test", "rows", "numbers", "told", "compared", "points"),
+        ("test", "rows run", "numbers", "told", "compared", "points"),
         [
-            (number, len(by_number[number]) or "not run", *each, sum(each))
+            (number, f"{len(by_number[number])} of {len(rows_of(number))}", *each, sum(each))
             for number, each in score.items()
         ],
     )  # fmt: skip

@@ -59,24 +59,26 @@ def test_the_page_has_rows_bounds_comparators_and_points(
     (tmp_path / "results" / "stop.json").write_text(json.dumps(kept | {"row": "R5", "stated": 200, "others": {}}))
     monkeypatch.setattr(page, "HERE", tmp_path)
     monkeypatch.setattr(page, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(page, "rows_of", lambda number: ["one", "another"] if number == "R2" else ["one"])
     page.write_page()
     text = (tmp_path / "README.md").read_text("utf-8")
     assert "| R1 | kill | none | 100 | 0 | ≤ 3.0% | back s 0.125 |" in text
     assert "| R5 | kill | none | 100 of 200 | 0 | ≤ 3.0% | back s 0.125 |" in text
     assert "| R1 | kill | the run ends; end s 0.5 (n = 5) | — | — |" in text
-    assert "| R1 | 1 | 3 | 1 | 1 | 5 |" in text
-    assert "| R5 | 1 | 0 | 1 | 0 | 1 |" in text
-    assert "| R2 | not run | 0 | 0 | 0 | 0 |" in text
+    assert "| R1 | 1 of 1 | 3 | 1 | 1 | 5 |" in text
+    assert "| R5 | 1 of 1 | 0 | 1 | 0 | 1 |" in text
+    assert "| R2 | 0 of 2 | 0 | 0 | 0 | 0 |" in text
     assert "## Score: 6 of 100" in text
 
 
 def test_points_are_lost_by_one_failure_or_one_message_that_does_not_name(load: Load) -> None:
     page = load("page")
     row: dict[str, Any] = {"trials": 10, "stated": 10, "failures": [], "unnamed": []}
-    assert page.points([row]) == (3, 1, 0)
-    assert page.points([row, row | {"failures": ["late"]}]) == (0, 1, 0)
-    assert page.points([row, row | {"unnamed": ["Error"]}]) == (3, 0, 0)
-    assert page.points([row | {"others": {"torchft": {"trials": 0}}}]) == (3, 1, 0)
+    assert page.points([row], 1) == (3, 1, 0)
+    assert page.points([row], 2) == (0, 1, 0)
+    assert page.points([row, row | {"failures": ["late"]}], 2) == (0, 1, 0)
+    assert page.points([row, row | {"unnamed": ["Error"]}], 2) == (3, 0, 0)
+    assert page.points([row | {"others": {"torchft": {"trials": 0}}}], 1) == (3, 1, 0)
 
 
 @pytest.mark.parametrize(("failures", "trials", "bound"), [(0, 100, 0.0295), (1, 100, 0.0466), (3, 20, 0.3437)])
