@@ -216,6 +216,7 @@ def test_killed_at_any_time_while_the_same_name_is_written_again(
     moments, last, killed = random.Random(trials), -1, 0
     for value in range(trials):
         writer.begin(1, [TensorChunk.whole("w", torch.full((300_000,), value))], {})
+        writer.wait_copied()  # where the last one was killed, another is started until then
         time.sleep(moments.uniform(0.0, 0.02 if value % 2 else 0.4))  # while it starts, and while it writes
         os.kill(writer._process.pid, signal.SIGKILL)
         result = writer.wait(60.0)

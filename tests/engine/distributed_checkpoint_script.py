@@ -3,21 +3,18 @@
 import functools
 import os
 import sys
-import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from paceline import PacelineError, Program, Run, train
-from paceline.checkpoint import writer
 from paceline.checkpoint.reader import Checkpoint
 from paceline.engine.distributed.replicated_coordinator import ReplicatedCoordinator
 from tests.engine import programs
+from tests.engine.late_copies import copy_late
 
 folder, rank, ranks = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 TRAIN = functools.partial(train, engine="distributed:gloo", evaluate_every=5, progress=False)
@@ -130,33 +127,13 @@ SPLITS = {
 
 
 def late_copies() -> None:
-    """A copy begins once an update waits for it, or, were none to wait, after the next one: it is of one version."""
-    updates, waiting = list[None](), list[None]()
-    apply, copy, wait = ReplicatedCoordinator.apply, writer._Staging.copy, writer.CheckpointWriter.wait_copied
-
-    def applied(coordinator: ReplicatedCoordinator, action: Any) -> None:
-        apply(coordinator, action)
-        updates.append(None)
-
-    def waits(own: writer.CheckpointWriter) -> None:
-        waiting.append(None)
-        wait(own)
-
-    def copies(staging: Any, tensors: Sequence[Tensor]) -> None:
-        before, deadline = len(updates), time.monotonic() + 60.0
-        while not waiting and len(updates) == before and time.monotonic() < deadline:
-            time.sleep(0.0005)
-        copy(staging, tensors)
-        waiting.clear()
-
+    """However late copies begin, they are of one version."""
     strategies = "replicas=2", "replicas=2 shard_optimizer=true", "replicas=2 shard_parameters=true", "shards=2"
     for strategy in (*strategies, "stages=2 cuts=4 micro_batches=2", "replicas=2 compression=top-k:ratio=0.2"):
         it = replace(program("adamw", plain=True), model=layers)
         TRAIN(it, strategy, steps=4, checkpoint=folder / f"{strategy} whole")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ReplicatedCoordinator, "apply", applied)
-            patch.setattr(writer.CheckpointWriter, "wait_copied", waits)
-            patch.setattr(writer._Staging, "copy", copies)
+            copy_late(patch, ReplicatedCoordinator)
             TRAIN(it, strategy, steps=9, checkpoint=folder / f"{strategy} late", checkpoint_every="4 steps", keep=9)
         whole, late = (Checkpoint.open(folder / f"{strategy} {name}" / "step-4") for name in ("whole", "late"))
         assert set(whole.names()) == set(late.names())

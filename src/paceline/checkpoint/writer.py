@@ -107,10 +107,6 @@ class CheckpointWriter:
         chunks = sorted(chunks, key=lambda chunk: -chunk.tensor.itemsize)  # so that each lies at a multiple of its own
         request = {"version": version, "head": new_head(version, head), "chunks": [_row(chunk) for chunk in chunks]}
         self._version = version
-        if self._process.poll() is not None:
-            self._link.close()
-            self._start()
-            self._staging.sent = False
         tensors = [chunk.tensor for chunk in chunks]
         self._copying = threading.Thread(target=self._hand_over, args=(request, tensors), name="paceline-checkpoint")
         self._copying.start()
@@ -125,6 +121,10 @@ class CheckpointWriter:
         """Copy tensors and send the request to the writer process."""
         try:
             self._staging.copy(tensors)
+            if self._process.poll() is not None:
+                self._link.close()
+                self._start()
+                self._staging.sent = False
             with os.fdopen(linux.memfd_create("paceline:request"), "wb") as file:
                 file.write(json.dumps(request).encode())
                 file.seek(0)
@@ -133,6 +133,8 @@ class CheckpointWriter:
             self._staging.sent = True
         except (OSError, PacelineError) as error:
             self._failed = SaveResult(request["version"], 0.0, 0, str(error))
+        except Exception as error:  # nobody would hear of it, and the save never end
+            self._failed = SaveResult(request["version"], 0.0, 0, f"{type(error).__name__}: {error}")
 
     def poll(self) -> SaveResult | None:
         """Return how the save under way ended; None while it is being written, or if none is under way."""

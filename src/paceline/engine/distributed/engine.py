@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import gc
-import itertools
 import threading
 import time
 import traceback
@@ -82,7 +81,8 @@ class DistributedEngine(Engine):
         watched = job.strategy.compression == "none"  # a compression makes collectives of its own
         survives = Survives(job.suspect_after_s, job.timeout_s, tell) if job.survives_deaths else None
         terms = {"strategy": str(job.strategy), "on_death": str(job.on_death)}
-        for again in itertools.chain([False], itertools.repeat(True)):
+        again = False
+        while True:
             context = open_rank_context(
                 world, backend, device, job.timeout_s, watched=watched, survives=survives, terms=terms, again=again
             )
@@ -91,9 +91,9 @@ class DistributedEngine(Engine):
                     return DistributedRun(job, together, backend, watch, closing).outcome()
             except ExcludedError as error:
                 tell(str(error))
+                again = True
             finally:
                 gc.collect()  # a group that is let go of in another run's backward hangs (torch 2.13, Gloo)
-        raise AssertionError
 
 
 class DistributedRun:

@@ -48,11 +48,15 @@ class RanksLost(Exception):  # noqa: N818 (an event: the others go on)
         self.waited_s = waited_s
 
 
-class ExcludedError(WorkerError):
-    """This rank is no member any more: the others have gone on without it."""
+class NoMemberError(WorkerError):
+    """This rank is no member any more, which concerns no other one."""
 
 
-class MinorityError(WorkerError):
+class ExcludedError(NoMemberError):
+    """The others have gone on without this rank."""
+
+
+class MinorityError(NoMemberError):
     """This rank is among too few to go on; the others may have gone on, or have ended likewise."""
 
 

@@ -42,7 +42,7 @@ from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.run_context import RunContext
 from paceline.engine.spmd.bounded_store import BoundedStore
 from paceline.engine.spmd.communicator import CollectiveWatchdog, Communicator
-from paceline.engine.spmd.membership import ExcludedError, MinorityError, RankMembership, Survives
+from paceline.engine.spmd.membership import NoMemberError, RankMembership, Survives
 from paceline.engine.spmd.process_group import LaunchEnv, opened
 from paceline.engine.spmd.rank_registry import RankRegistry, StoreSignals
 from paceline.engine.spmd.rendezvous import LINGER_S, keeps_store
@@ -130,13 +130,11 @@ class RankContext:
         if survival is None or (survival.state is None and survival.arrival is None):
             return True
         joining = survival.state is None
-        return (
-            isinstance(error, PacelineError) and not isinstance(error, (ExcludedError, MinorityError)) and not joining
-        )
+        return isinstance(error, PacelineError) and not isinstance(error, NoMemberError) and not joining
 
     def _leave(self, error: Exception) -> PacelineError:
         """Let the others go on without this rank, and return its own error."""
-        if isinstance(error, (ExcludedError, MinorityError)):
+        if isinstance(error, NoMemberError):
             return error
         assert self.survival is not None, "else its errors concern all"
         failure = WorkerError(failure_text(json.loads(encode_failure(self.world.rank, error))))
