@@ -54,12 +54,20 @@ def engine() -> Iterator[LocalEngine]:
 
 
 @pytest.fixture(scope="session")
-def fork_server(engine: LocalEngine) -> ForkServer:
+def session_fork_server(engine: LocalEngine) -> ForkServer:
     """The engine's."""
     return engine._fork_server_with(PRELOADED)
 
 
+@pytest.fixture
+def fork_server(session_fork_server: ForkServer) -> Iterator[ForkServer]:
+    """The engine's; what a test leaves there when it fails ends with it, and fails no other."""
+    yield session_fork_server
+    for child in list(session_fork_server._children.values()):
+        session_fork_server.forget(child)
+
+
 @pytest.fixture(scope="session")
-def play(fork_server: ForkServer) -> ranks.Play:
+def play(session_fork_server: ForkServer) -> ranks.Play:
     """Starts ranks."""
-    return functools.partial(ranks.play, fork_server)
+    return functools.partial(ranks.play, session_fork_server)

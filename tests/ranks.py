@@ -56,7 +56,10 @@ def spawned(
     """Start the ranks, or some of them; the caller has the fork server forget them."""
     arguments = [str(script), str(folder), *words]
     about = {"size": size, "store": str(folder / f"store {script.stem}"), "arguments": arguments}
-    return [fork_server.spawn("tests.ranks:rank", about | {"rank": rank}) for rank in ranks or range(size)]
+    numbers = ranks or range(size)
+    for number in numbers:
+        said(folder, number).touch()
+    return [fork_server.spawn("tests.ranks:rank", about | {"rank": number}) for number in numbers]
 
 
 def spawned_on(

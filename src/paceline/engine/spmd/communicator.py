@@ -210,7 +210,8 @@ class CollectiveWatchdog:
             except RuntimeError as error:
                 if self.membership is not None:
                     self._raise_if_lost(self.membership, error, description, time.monotonic() - began)
-                raise self._reason(error, description) from error
+                # Backend shm's own words say less than the reason, and are no second failure.
+                raise self._reason(error, description) from (None if isinstance(error, PacelineError) else error)
             self._raise_if_peer_died(description, time.monotonic() - began)
             now = time.monotonic()
             if now - self._checked_s < STORE_CHECK_S:
