@@ -10,10 +10,11 @@ import os
 import runpy
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+import pytest
 import torch
 from torch._C._distributed_c10d import FileStore
 
@@ -24,8 +25,11 @@ from paceline.engine.spmd import process_group
 from tests import namespaces
 from tests.namespaces import Host
 
+T = TypeVar("T")
+
 WITHIN_S = 240.0
 WELL = "exit code 0"
+ALL = "all"
 
 
 class Play(Protocol):
@@ -74,6 +78,19 @@ def spawned_on(
         for rank, host in enumerate(hosts)
     ]
     return [fork_server.spawn("tests.ranks:rank", each) for each in about]
+
+
+def cases_of(request: pytest.FixtureRequest) -> str:
+    """The cases that this session looks at by a fixture, for its script: ``name`` of the tests that use it, or all."""
+    using = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    using = [item for item in using if item.path == request.path and request.fixturename in item.fixturenames]
+    names = {item.callspec.params.get("name") if hasattr(item, "callspec") else None for item in using}
+    return ALL if None in names else ",".join(sorted(names))
+
+
+def asked(cases: Mapping[str, T], words: str) -> dict[str, T]:
+    """Of a script's cases those that :func:`cases_of` names."""
+    return {name: case for name, case in cases.items() if words == ALL or name in words.split(",")}
 
 
 def statuses(fork_server: ForkServer, children: Sequence[ProcessHandle]) -> list[str]:

@@ -15,7 +15,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.writer import _Staging
+from paceline.engine.local.control_block import Completion
 from paceline.engine.local.server import SharedMemoryServer
 from paceline.engine.replica_pace import ReplicaPace
 from paceline.engine.server_optimizer import ServerOptimizer
+from paceline.replica.flat_state import FlatState
 
 WORKER_POINTS = ("after-backward", "delta-written", "published")
 INTERPRETER, NAN, FLIP, ALLOCATE = "interpreter", "nan", "flip", "allocate"
@@ -110,17 +112,26 @@ def in_main(where: dict[str, Any]) -> None:
     setattr(owner, name, order(getattr(owner, name), wait))
 
 
-def note_remarks(folder: Path) -> None:
-    """Have main note when it finds a replica slow."""
-    stragglers = ReplicaPace.stragglers
+def note_remarks(folder: Path, *, arrivals: bool) -> None:
+    """Have main note when it finds a replica slow, and when it has a Δ of which if asked."""
+    stragglers, read = ReplicaPace.stragglers, SharedMemoryServer.read
+
+    def note(kind: str, replicas: Iterable[int]) -> None:
+        with (folder / "remarks").open("a") as file:
+            file.writelines(f"{time.monotonic():.6f} {kind} {replica}\n" for replica in replicas)
 
     def noting(pace: ReplicaPace) -> Mapping[int, float]:
         found = stragglers(pace)
-        with (folder / "remarks").open("a") as file:
-            file.writelines(f"{time.monotonic():.6f} stragglers {replica}\n" for replica in found)
+        note("stragglers", found)
         return found
 
+    def reading(server: SharedMemoryServer, replica: int, completion: Completion, *, keep: bool) -> FlatState | None:
+        note("arrived", [replica])  # before any replica is let go on by it
+        return read(server, replica, completion, keep=keep)
+
     ReplicaPace.stragglers = noting  # type: ignore[method-assign]
+    if arrivals:
+        SharedMemoryServer.read = reading  # type: ignore[method-assign]
 
 
 def _before(function: Callable[..., Any], wait: Callable[[], None]) -> Callable[..., Any]:

@@ -79,7 +79,7 @@ def main() -> None:
         settings.setdefault("checkpoint_every", "1000000 steps")
     if hold is not None:
         failpoints.in_main(hold)
-    failpoints.note_remarks(Path(folder))
+    failpoints.note_remarks(Path(folder), arrivals=settings.pop("arrivals", False))
     began = time.monotonic()
     run = launch(loop, program, strategy, progress=False, **settings)
     summary = run.summary

@@ -13,7 +13,7 @@ Load = Callable[[str], Any]
 
 
 REDUCED = {
-    "kill": 10, "gang": 2, "protocol": 8, "coordinator": 1, "pair": 2, "starting": 2, "stop": 2, "interpreter": 1,
+    "kill": 10, "gang": 2, "protocol": 4, "coordinator": 1, "pair": 2, "starting": 2, "stop": 2, "interpreter": 1,
     "nan": 4, "flip": 1, "main": 3, "overwrite": 2, "mutate": 100, "samples": 1, "sigterm": 2, "ctrl-c": 1,
 }  # fmt: skip
 """Row -> trials: by value of the row, within ten minutes on two idle cores. Those that need root are not among them."""
@@ -85,3 +85,13 @@ def test_points_are_lost_by_one_failure_or_one_message_that_does_not_name(load: 
 def test_the_bound_is_that_of_clopper_and_pearson(load: Load, failures: int, trials: int, bound: float) -> None:
     """The published table of the one-sided 95 % limits."""
     assert load("page").bound(failures, trials) == pytest.approx(bound, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("arrived", "lead"), [([(0.5, 0), (1.5, 0), (1.6, 1)], 1), ([(0.5, 0), (1.5, 0), (2.5, 1)], 2)]
+)
+def test_a_lead_is_counted_by_what_main_has_received(load: Load, arrived: list[tuple[float, int]], lead: int) -> None:
+    """Replica 1 notes at 3 that it has begun its second step; its first Δ was there before or after the third of 0."""
+    begun = load("injector").Begun
+    steps = [begun(0.0, 0, 1, 7), begun(0.0, 1, 1, 8), begun(1.0, 0, 2, 7), begun(2.0, 0, 3, 7), begun(3.0, 1, 2, 8)]
+    assert load("rows.pace")._lead(steps, arrived) == lead

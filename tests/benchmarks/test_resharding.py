@@ -13,7 +13,7 @@ Load = Callable[[str], Any]
 
 
 def test_the_matrix_in_small(load: Load, tmp_path: Path) -> None:
-    """One split of each form, over 3 workers or 4: all readings, and each form as two others."""
+    """One split of each form, over 3 workers or 4: all readings, and each form as another."""
     forms, measure = load("forms"), load("measure")
     chosen = {"replicas=3", "stages=4 micro_batches=4", "shards=3", "replicas=4 shard_optimizer=true"}
     chosen |= {"replicas=3 shard_parameters=true", "replicas=2 shards=2", "replicas=1"}
@@ -22,11 +22,11 @@ def test_the_matrix_in_small(load: Load, tmp_path: Path) -> None:
     matrix = measure.Matrix(tmp_path / "runs", tmp_path / "out", splits, "adamw", "float64")
     matrix.save()
     matrix.read_all()
-    matrix.resume_all([(a, splits[(i + step) % len(splits)]) for i, a in enumerate(splits) for step in (1, 3)])
+    matrix.resume_all([(a, splits[(i + 1) % len(splits)]) for i, a in enumerate(splits)])
     assert matrix.failures == []
     assert len(matrix.read.rows) == len(splits) ** 2
     assert all(int(row["tensors"]) == 16 + 32 and int(row["chunks"]) >= 48 for row in matrix.read.rows)
-    assert len(matrix.resumed.rows) == 2 * len(splits)
+    assert len(matrix.resumed.rows) == len(splits)
 
 
 @pytest.mark.parametrize(

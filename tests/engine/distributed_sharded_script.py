@@ -14,6 +14,7 @@ from paceline import launch
 from tests.engine import programs
 from tests.engine.distributed_cases import keep, told
 from tests.engine.distributed_sharded_cases import CASES, EXACT, wide
+from tests.ranks import asked
 
 folder, engine, ranks = Path(sys.argv[1]), sys.argv[2], int(os.environ["WORLD_SIZE"])
 
@@ -33,7 +34,7 @@ def looking(worker: Any) -> None:
             keep(folder, "memory", tensor_bytes() - before)
 
 
-for name in CASES if engine == "distributed:gloo" else EXACT:
+for name in asked(CASES if engine == "distributed:gloo" else EXACT, sys.argv[3]):
     keep(folder, name, told(CASES[name].run(ranks, engine)))
 adam = programs.program(model=wide, optimizer=functools.partial(torch.optim.Adam, lr=0.01))
 before = tensor_bytes()

@@ -13,6 +13,7 @@ from paceline.engine.spmd.rank_context import RankSetup
 from paceline.replica.tensor.placements import Shard
 from tests.engine.distributed_cases import keep
 from tests.engine.tensor_cases import CASES, largest_part
+from tests.ranks import asked
 
 folder, engine, shards = Path(sys.argv[1]), sys.argv[2], int(os.environ["WORLD_SIZE"])
 shares: list[ModelParallelShard] = []
@@ -37,7 +38,7 @@ def differing(share: ModelParallelShard, whole: dict[str, Any]) -> list[str]:
     return found
 
 
-for name, case in CASES.items():
+for name, case in asked(CASES, sys.argv[3]).items():
     run = case.run(shards, engine)
     told = {
         "bytes": run.summary["parameter_bytes"],

@@ -22,7 +22,7 @@ from tests.engine.pipeline_cases import ADAM, Case
 from tests.engine.streamed_cases import CASES, STEPS, expected, trained
 from tests.engine.test_pipeline_failures import deep
 from tests.engine.test_pipeline_parity import NORMALISED, ROUNDING, compare
-from tests.ranks import Play
+from tests.ranks import Play, cases_of
 
 
 @pytest.fixture(scope="module", params=[(2, "distributed:gloo"), (3, "distributed:shm")])
@@ -30,7 +30,7 @@ def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """How many ranks were started, and where they left what they found."""
     ranks, engine = request.param
     folder: Path = tmp_path_factory.mktemp("ranks")
-    play(Path(__file__).with_name("streamed_script.py"), engine, size=ranks, folder=folder)
+    play(Path(__file__).with_name("streamed_script.py"), engine, cases_of(request), size=ranks, folder=folder)
     return ranks, folder
 
 

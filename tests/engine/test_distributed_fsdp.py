@@ -25,26 +25,26 @@ from tests.engine.distributed_sharded_cases import (
     wide,
 )
 from tests.engine.test_distributed_parity import BOUNDS, COUNTS, ROUNDING, assert_equal, assert_same, expected_of
-from tests.ranks import Play
+from tests.ranks import Play, cases_of
 
 Started = tuple[int, Path]
 
 
-def start(play: Play, ranks: int, engine: str, folder: Path) -> Started:
-    play(Path(__file__).with_name("distributed_sharded_script.py"), engine, size=ranks, folder=folder)
+def start(play: Play, ranks: int, engine: str, cases: str, folder: Path) -> Started:
+    play(Path(__file__).with_name("distributed_sharded_script.py"), engine, cases, size=ranks, folder=folder)
     return ranks, folder
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, play: Play) -> Started:
     """How many ranks were started on Gloo, and where they left what they found."""
-    return start(play, request.param, "distributed:gloo", tmp_path_factory.mktemp("ranks"))
+    return start(play, request.param, "distributed:gloo", cases_of(request), tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")
-def on_shm(tmp_path_factory: pytest.TempPathFactory, play: Play) -> Started:
+def on_shm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, play: Play) -> Started:
     """Three ranks on shared memory."""
-    return start(play, 3, "distributed:shm", tmp_path_factory.mktemp("ranks"))
+    return start(play, 3, "distributed:shm", cases_of(request), tmp_path_factory.mktemp("ranks"))
 
 
 def found(started: Started, name: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from paceline.engine.distributed.reduce_buffer import FIELDS, NORMS, DeltaNorm, 
 from paceline.support import Case
 from tests.engine.distributed_cases import kept
 from tests.engine.noise_cases import CASES, KEYS, OVERLAPPED
-from tests.ranks import Play
+from tests.ranks import Play, cases_of
 
 ROUNDING = 1e-7
 """Gradients that differ in their last bits, from micro-batches and shards that add in another order, 14 steps of Adam,
@@ -20,7 +20,7 @@ which divides by their size, and differences of norms that are alike."""
 @pytest.fixture(scope="module", params=[2, 4])
 def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, play: Play) -> tuple[int, Path]:
     folder: Path = tmp_path_factory.mktemp("ranks")
-    play(Path(__file__).with_name("noise_scale_script.py"), size=request.param, folder=folder)
+    play(Path(__file__).with_name("noise_scale_script.py"), cases_of(request), size=request.param, folder=folder)
     return request.param, folder
 
 

@@ -9,7 +9,7 @@ import torch
 from paceline.engine.local.engine import LocalEngine
 from tests.engine.distributed_cases import kept
 from tests.engine.pipeline_cases import ADAM, CASES, one_process
-from tests.ranks import Play
+from tests.ranks import Play, cases_of
 
 pytest.importorskip("transformers", reason="models of transformers are looked at where it is installed")
 
@@ -25,7 +25,7 @@ def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """How many ranks were started, and where they left what they found."""
     ranks, engine = request.param
     folder: Path = tmp_path_factory.mktemp("ranks")
-    play(Path(__file__).with_name("pipeline_parity_script.py"), engine, size=ranks, folder=folder)
+    play(Path(__file__).with_name("pipeline_parity_script.py"), engine, cases_of(request), size=ranks, folder=folder)
     return ranks, folder
 
 

@@ -21,7 +21,7 @@ from tests.engine.local import leaks
 from tests.engine.pipeline_cases import ADAM, MOMENTUM
 from tests.engine.replicated_cases import BATCH, CASES, OTHERS, one_process, trained
 from tests.engine.test_hybrid_parity import assert_moved, compare
-from tests.ranks import Play
+from tests.ranks import Play, cases_of
 
 pytest.importorskip("transformers", reason="models of transformers are looked at where it is installed")
 
@@ -37,11 +37,11 @@ DIVIDED = "stages=[2,1] shards=[1,2]"
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory, play: Play) -> Path:
+def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, play: Play) -> Path:
     """Where four ranks left what they found."""
     folder: Path = tmp_path_factory.mktemp("ranks")
     script = Path(__file__).with_name("replicated_parity_script.py")
-    play(script, "distributed:gloo", *MESHES, DIVIDED, size=4, folder=folder)
+    play(script, "distributed:gloo", cases_of(request), *MESHES, DIVIDED, size=4, folder=folder)
     return folder
 
 

@@ -17,7 +17,7 @@ from paceline.engine.local.engine import LocalEngine
 from tests import zoo
 from tests.engine.distributed_cases import kept
 from tests.engine.tensor_cases import ADAM, CASES, MOMENTUM, Case
-from tests.ranks import Play
+from tests.ranks import Play, cases_of
 
 ROUNDING = 1e-12
 """Both sides add the same products, but a sum over what is divided in another order."""
@@ -36,7 +36,7 @@ def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """How many ranks were started, and where they left what they found."""
     ranks, engine = request.param
     folder: Path = tmp_path_factory.mktemp("ranks")
-    play(Path(__file__).with_name("tensor_parity_script.py"), engine, size=ranks, folder=folder)
+    play(Path(__file__).with_name("tensor_parity_script.py"), engine, cases_of(request), size=ranks, folder=folder)
     return ranks, folder
 
 

@@ -169,7 +169,7 @@ INTERLEAVED = Plain(milliseconds=(0.5,) * 4, parameters=100, saved_bytes=2000, o
 TWICE_TWO, PLAIN = cluster(hosts=2, per_host=2, bytes_per_s=1e6), OverlapModel(overlap=0.0, send_overlap=0.0)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @example(INTERLEAVED, TWICE_TWO, PLAIN, "memory")
 @given(INSTANCES, CLUSTERS, HABITS, st.sampled_from(("throughput", "memory")))
 def test_nothing_is_better_than_what_is_found(
@@ -184,7 +184,7 @@ def test_nothing_is_better_than_what_is_found(
         assert key(found[0], workload, asked)[0] == pytest.approx(best, rel=1e-4)
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @example(INTERLEAVED, TWICE_TWO, PLAIN)
 @given(INSTANCES, CLUSTERS, HABITS)
 def test_what_is_left_out_is_beaten_in_time_and_memory(
@@ -204,7 +204,7 @@ def test_what_is_left_out_is_beaten_in_time_and_memory(
         assert any(s <= step_s * (1 + 1e-4) and h <= held * (1 + 1e-9) for s, h in known.values()), made
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(INSTANCES, CLUSTERS, HABITS)
 def test_bounds_leave_out_none_of_the_best(workload: Plain, on: Cluster, overlap_model: OverlapModel) -> None:
     """With room for few, the same as the first of all."""

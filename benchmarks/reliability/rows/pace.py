@@ -13,7 +13,7 @@ from rows.contract import Outcome, row
 
 GROUPS = Path("/sys/fs/cgroup/cpu")
 BOUND, PERIOD_US = 4, 10_000
-GIVEN: dict[str, Any] = {"pause_s": 0.0, "width": 1024, "on_death": "replace"}
+GIVEN: dict[str, Any] = {"pause_s": 0.0, "width": 1024, "on_death": "replace", "arrivals": True}
 
 
 @contextlib.contextmanager
@@ -65,8 +65,8 @@ def _slowed(given: dict[str, Any]) -> tuple[dict[str, Any] | None, int | None, f
     """Slow replica 2.
 
     Returns:
-        The result, after how many of its steps it was named, how many times slower it was, and the most steps that one
-        replica was ahead of another.
+        The result, after how many of its steps it was named, how many times slower it was than the others are then, and
+        the most steps that one replica was ahead of another.
     """
     with slow_group(0.1) as group, trainee(**given) as run:
         run.wait_for(lambda each: each.step >= 20)
@@ -77,21 +77,31 @@ def _slowed(given: dict[str, Any]) -> tuple[dict[str, Any] | None, int | None, f
         (group / "cgroup.procs").write_text(str(pid))
         result = run.result()
         steps, remarks = run.all_begun(), run.remarks()
-    own = [each.time_s for each in steps if each.replica == 2]
-    slower = _pace([time_s for time_s in own if time_s > at]) / max(_pace([t for t in own if t <= at]), 1e-9)
+    since = [[each.time_s for each in steps if each.replica == r and each.time_s > at] for r in range(4)]
+    own, paces = [each.time_s for each in steps if each.replica == 2], [_pace(times) for times in since]
+    slower = paces[2] / max(median([*paces[:2], paces[3]]), 1e-9)
     first = next(
         (time_s for time_s, kind, replica in remarks if kind == "stragglers" and replica == 2 and time_s > at), None
     )
     named = None if first is None else sum(at < time_s <= first for time_s in own)
-    return result, named, slower, _lead(steps)
+    arrived = [(time_s, replica) for time_s, kind, replica in remarks if kind == "arrived"]
+    return result, named, slower, _lead(steps, arrived)
 
 
-def _lead(steps: list[Begun]) -> int:
-    """Return the most steps that a replica had completed when it began one, beyond those of the slowest."""
+def _lead(steps: list[Begun], arrived: list[tuple[float, int]]) -> int:
+    """Return the most steps that a replica had completed when it began one, beyond those of the slowest.
+
+    Args:
+        steps: as they were begun.
+        arrived: when main had a Δ, and of which replica. A worker without a core is late to note that it has sent one.
+    """
     completed, most = dict.fromkeys((each.replica for each in steps), 0), 0
-    for each in sorted(steps):
-        completed[each.replica] = each.step - 1
-        most = max(most, completed[each.replica] - min(completed.values()))
+    events = [*((time_s, replica, None) for time_s, replica in arrived), *(each[:3] for each in steps)]
+    for _, replica, step in sorted(events, key=lambda event: event[0]):
+        if step is None:
+            completed[replica] += 1
+        else:
+            most = max(most, step - 1 - min(completed.values()))
     return most
 
 
