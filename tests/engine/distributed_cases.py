@@ -206,6 +206,29 @@ LIKE_VIRTUAL: dict[str, Case] = {
 }
 """Equal to the virtual engine, record by record."""
 
+LOCAL_STEPS: dict[str, Case] = {
+    "local steps": Case(program(), "aggregation=local-steps:period=3"),
+    "local steps of a sum": Case(program(), "aggregation=local-steps:period=3,over=(synchronous:combine=sum)"),
+    "an outer optimizer": Case(
+        program(
+            optimizer=functools.partial(AdamW, lr=0.01),
+            scheduler=functools.partial(StepLR, step_size=4, gamma=0.5),
+            clip_norm=0.05,
+        ),
+        "aggregation=local-steps:period=4,outer=nesterov",
+        {"epochs": 3},
+    ),
+    "local running means": Case(
+        program(model=programs.batchnorm, train=programs.data(samples=48)), "aggregation=local-steps:period=2"
+    ),
+    "local steps skipped": Case(
+        program(loss=with_holes),
+        "aggregation=local-steps:period=2,outer=momentum",
+        {"steps": STEPS, "on_nonfinite": "skip"},
+    ),
+}
+"""Replicas with optimizers of their own; equal to the virtual engine, record by record."""
+
 SHARDED: dict[str, Case] = {
     f"sharded {name}": Case(case.program, "shard_optimizer=true")
     for name, case in ONE_PROCESS.items()
@@ -222,7 +245,7 @@ COMPRESSED: dict[str, Case] = {
     ),
 }
 
-CASES = ONE_PROCESS | SHARDED | COMPRESSED | ACCUMULATED | LIKE_VIRTUAL
+CASES = ONE_PROCESS | SHARDED | COMPRESSED | ACCUMULATED | LIKE_VIRTUAL | LOCAL_STEPS
 CASES |= {
     name: Case(program(model=functools.partial(over_all_ranks, model)), settings=settings)
     for name, (model, settings) in SYNCHRONISED.items()

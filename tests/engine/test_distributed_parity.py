@@ -11,6 +11,7 @@ from tests.engine.distributed_cases import (
     ACCUMULATED,
     CASES,
     LIKE_VIRTUAL,
+    LOCAL_STEPS,
     ONE_PROCESS,
     SHARDED,
     STEPS,
@@ -35,6 +36,7 @@ BOUNDS = {
     "groups": NORMALISED,
     "lamb": NORMALISED,
     "all of them": NORMALISED,
+    "an outer optimizer": NORMALISED,
     "two dtypes": 1e-5,  # float32 rounds at 6e-8, over 13 steps with momentum
     "half precision": 2.0**-6,  # bfloat16 rounds at 2^-9, in each of 13 steps
     "autocast": 2.0**-9,  # the same bfloat16 products, but a last bit of A may turn one of them over
@@ -131,7 +133,7 @@ def test_batchnorm_over_all_ranks_is_that_of_one_process(started: tuple[int, Pat
     assert_same(run["state"], oracle.one_process(program(model=model), ranks, steps), ROUNDING)
 
 
-@pytest.mark.parametrize("name", [*ONE_PROCESS, *ACCUMULATED, *LIKE_VIRTUAL])
+@pytest.mark.parametrize("name", [*ONE_PROCESS, *ACCUMULATED, *LIKE_VIRTUAL, *LOCAL_STEPS])
 def test_ranks_do_what_virtual_time_says(started: tuple[int, Path], name: str) -> None:
     run, virtual = found(started, name), told(CASES[name].run(started[0], "virtual"))
     bound = BOUNDS.get(name, ROUNDING)
@@ -153,7 +155,7 @@ def test_something_was_skipped(started: tuple[int, Path]) -> None:
         assert found(started, name)["summary"]["nonfinite"] > 0
 
 
-@pytest.mark.parametrize("name", [*ONE_PROCESS, *ACCUMULATED, *LIKE_VIRTUAL])
+@pytest.mark.parametrize("name", [*ONE_PROCESS, *ACCUMULATED, *LIKE_VIRTUAL, *LOCAL_STEPS])
 def test_alone_in_one_process(name: str) -> None:
     case = CASES[name]
     run, virtual = told(case.run(1, "distributed")), told(case.run(1, "virtual"))

@@ -129,6 +129,14 @@ class Aggregation(ABC, Generic[S]):
         """Observations that the engine must make."""
         return frozenset()
 
+    @property
+    def collective(self) -> Combine | None:
+        """How one collective of all replicas makes each update; None: it has not the Δs of all of them, made of one A.
+
+        So where replicas hold A themselves, no server is needed.
+        """
+        return None
+
     def slots(self, replicas: int) -> int:
         """Return the most Δs of one replica at once, held or under way: 1 if a replica waits for its own."""
         del replicas

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
-from paceline.aggregation.base import Aggregation, Arrival, Decision, Need
+from paceline.aggregation.base import Aggregation, Arrival, Combine, Decision, Need
 from paceline.aggregation.synchronous import Synchronous
 from paceline.core.delta import Change, Delta, Gradient
 from paceline.core.errors import InputError, check_bool, check_int, check_number, check_positive
@@ -84,6 +84,10 @@ class LocalSteps(Aggregation[Any]):
     @property
     def needs(self) -> frozenset[Need]:
         return self.over.needs
+
+    @property
+    def collective(self) -> Combine | None:
+        return self.over.collective
 
     def slots(self, replicas: int) -> int:
         return self.over.slots(replicas)

@@ -46,6 +46,10 @@ class Synchronous(Aggregation[Round]):
         check_int("synchronous:backups", self.backups, least=0)
         check_choice("synchronous:combine", self.combine, get_args(Combine))
 
+    @property
+    def collective(self) -> Combine | None:
+        return None if self.backups else self.combine
+
     def resolved(self, *, learning_rate: float | None, replicas: int) -> "Synchronous":
         del learning_rate
         if self.backups >= replicas:

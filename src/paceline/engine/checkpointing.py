@@ -47,6 +47,15 @@ class Snapshot:
     settles: bool = False
 
 
+def _merged(parts: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+    """Return what only the engine understands of all processes: under each name the entries of all of them."""
+    merged = dict[str, Any]()
+    for part in parts:
+        for name, value in (part or {}).items():
+            merged[name] = {**merged.get(name, {}), **value} if isinstance(value, Mapping) else value
+    return merged or parts[0]
+
+
 def tell(sentence: str) -> None:
     """Print a sentence for the user on stderr."""
     print(f"paceline: {sentence}", file=sys.stderr)
@@ -140,7 +149,8 @@ class Checkpointer:
         """Save, as it was a moment ago or is now; not while a save is under way."""
         began, job, coordinator = time.monotonic(), self._job, self._loop.coordinator
         snapshot, head = snapshot or self._take(), None
-        optimizer = merged_json(self._gather(snapshot.optimizer))
+        held = self._gather((snapshot.optimizer, snapshot.engine))
+        optimizer, engine = merged_json([saved for saved, _ in held]), _merged([saved for _, saved in held])
         if self._part == 0:
             head = {
                 "program": job.program.name,
@@ -149,7 +159,7 @@ class Checkpointer:
                 "budget": job.budget.arguments(),
                 "interval": self._options.arguments() if self._options is not None else {},
                 "fingerprint": dict(job.fingerprint),
-                "run": self._loop.state(now, snapshot.engine).to_json(),
+                "run": self._loop.state(now, engine).to_json(),
                 "optimizer": optimizer,
             }
         if self._writer is not None:

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from paceline.aggregation.base import NOTHING, Aggregation
 from paceline.aggregation.local_steps import LocalSteps, Outer
@@ -25,8 +26,20 @@ from paceline.replica.optimizer_state import whole_chunks
 # Names of the last update begin so.
 _LAST = "delta/last/"
 
+# Makes an optimizer, and a scheduler of it.
+UpdateRule: TypeAlias = tuple[Callable[..., Optimizer], Callable[[Optimizer], Any] | None]
+
 # Δs and their weights.
 Weighted: TypeAlias = Sequence[tuple[FlatState, float]]
+
+
+def update_rule(program: Program, policy: Aggregation[Any]) -> UpdateRule:
+    """Return what makes the optimizer of A, and its scheduler; it steps on Σ weight·Δ, of changes on the negative."""
+    if not isinstance(policy.delta, (Change, Distance)):
+        return program.optimizer, program.scheduler
+    outer = policy.outer if isinstance(policy, LocalSteps) else None
+    rule = outer or Outer(lr=1.0, momentum=0.0, nesterov=False)
+    return partial(torch.optim.SGD, **asdict(rule)), None
 
 
 class ServerOptimizer:
@@ -53,12 +66,7 @@ class ServerOptimizer:
         self.combined = combined.parameters
         """Σ weight·Δ of the last update, clipped, one vector for each dtype."""
         self.clip_norm = None if self._moves else program.clip_norm
-        make, schedule = program.optimizer, program.scheduler
-        if self._moves:
-            outer = policy.outer if isinstance(policy, LocalSteps) else None
-            rule = outer or Outer(lr=1.0, momentum=0.0, nesterov=False)
-            make, schedule = partial(torch.optim.SGD, **asdict(rule)), None
-        self.flat_optimizer = FlatOptimizer(make, schedule, state, combined)
+        self.flat_optimizer = FlatOptimizer(*update_rule(program, policy), state, combined)
         needs_sum = self._moves or self.clip_norm is not None or "agreement" in policy.needs
         self._direct = self.flat_optimizer.has_kernel and not needs_sum and not state.buffers
         self._noise = noise

@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from paceline.aggregation import Aggregation, Synchronous
+from paceline.aggregation import Aggregation
+from paceline.core.delta import Gradient
 from paceline.schedule import Schedule
 from paceline.strategy import Strategy
 
@@ -123,8 +124,9 @@ class Case:
 
     @property
     def lockstep(self) -> bool:
-        """True if all replicas make one update together."""
-        return isinstance(self.policy, Synchronous) and not self.policy.backups
+        """True if all replicas make one update together: of gradients, or where no server has A, of any Δ."""
+        together = isinstance(self.policy.delta, Gradient) or "no-server" in self.features
+        return together and self.policy.collective is not None
 
     @property
     def survives_deaths(self) -> bool:

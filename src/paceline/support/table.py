@@ -52,6 +52,16 @@ def _between_replicas(field: str, applies: Callable[[Case], bool], workers: str)
     )
 
 
+def _own_steps(field: str, what: str) -> Row:
+    """Return the row of a field of the strategy that divides what each replica has whole where it steps by itself."""
+    return Row(
+        lambda c: _used(c, field) and not isinstance(c.policy.delta, Gradient),
+        f"{{feature}}={{value}} divides {what} among replicas, but under aggregation={{policy}} each takes steps of "
+        "its own; leave it out, or write aggregation=synchronous",
+        field,
+    )
+
+
 def _cpus_alone(field: str) -> Row:
     """Return the row of a field of the strategy that is built for CPUs alone."""
     return Row(
@@ -115,8 +125,8 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         lambda c: not c.lockstep and "asynchronous" not in c.features,
-        "aggregation={policy}: under engine={engine} all ranks make one update of all gradients; write "
-        "aggregation=synchronous, or engine='ray' (many hosts) or engine='local' (one)",
+        "aggregation={policy}: under engine={engine} all ranks make one update of all Δs; write "
+        "aggregation=synchronous or aggregation=local-steps, or engine='ray' (many hosts) or engine='local' (one)",
     ),
     # ----------------------------------------------------------------- replicas that come and go, or die
     Row(
@@ -291,7 +301,7 @@ TABLE: tuple[Row, ...] = (
         "replicas have sent their gradients; write replicas=1, or schedule=1f1b",
     ),
     Row(
-        lambda c: not c.flushes and not c.lockstep,
+        lambda c: not c.flushes and not (c.lockstep and isinstance(c.policy.delta, Gradient)),
         "aggregation={policy} says when A moves, but under schedule={s.schedule} each stage moves its weights by "
         "itself; write aggregation=synchronous, or schedule=1f1b",
     ),
@@ -327,6 +337,7 @@ TABLE: tuple[Row, ...] = (
         "before that; write batchnorm=micro-batch",
     ),
     # ---------------------------------------------------------- FSDP2: each rank keeps a part of the parameters
+    _own_steps("shard_parameters", "the parameters"),
     Row(
         lambda c: c.shard_parameters and c.compression != "none",
         "shard_parameters=True sums each layer's gradients as they come, and compression={s.compression} all of Δ at "
@@ -349,6 +360,7 @@ TABLE: tuple[Row, ...] = (
         "have together, which combine=sum divides by; write combine=mean or accumulate=1",
     ),
     # --------------------------------------- ZeRO-1: workers with the same part of A divide the optimizer's state
+    _own_steps("shard_optimizer", "the state of one optimizer"),
     Row(
         lambda c: bool(c.shard_optimizer) and c.compression != "none",
         "shard_optimizer=True sends each rank its part of Δ, and compression={s.compression} all of it; leave one of "

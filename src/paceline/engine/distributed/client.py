@@ -199,6 +199,8 @@ class AllReduceClient(RankClient, GradientSink):
             context.metrics.spent("all_reduce", complete, step, self._buffer.nbytes)
         updating = time.monotonic_ns()
         coordinator.take(statuses)
+        if not statuses[self._replica].finite:
+            context.shard.forget()
         context.metrics.spent("apply", updating, step)
         context.divergence.check_if_due(coordinator.decisions.version)
         if not coordinator.decisions.waiting:  # a replica that waits has a Δ that no checkpoint would have

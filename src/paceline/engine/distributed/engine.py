@@ -32,6 +32,7 @@ from paceline.engine.distributed.replicated_state import RunCopy, SharedRun
 from paceline.engine.distributed.sync_batchnorm import batchnorm_over
 from paceline.engine.distributed.uneven_inputs import ShadowPasses, ShadowReplica
 from paceline.engine.loop import InterruptGuard
+from paceline.engine.own_states import restore_replica
 from paceline.engine.run_context import RunContext, own_settings, refuse_absent_gpu, set_threads_and_seed, threads
 from paceline.engine.spmd.membership import ExcludedError, Survives
 from paceline.engine.spmd.process_group import LaunchEnv, backend_for, refuse_launch
@@ -178,6 +179,8 @@ class DistributedRun:
             replica = shard.replica(coordinator.weight, self._spans.recorder)
             if self._job.resume is not None:
                 shard.held().restore(self._job.resume)
+                if shard.own is not None:
+                    restore_replica(self._run_context, shard.coordinate.replica, shard.own, shard.state.layout)
             if self._arrival is not None:
                 coordinator.replicate(self._arrival.coordinator)
             self._checkpointer = self._new_checkpointer()
@@ -224,9 +227,10 @@ class DistributedRun:
 
         def take() -> Snapshot:
             held = self._shard.held()
-            # Compression changes residuals with the next Δ, and BatchNorm running buffers with the next forward pass.
-            settles = held.kept is None and not self._job.running_buffers
-            return Snapshot(held.written(), held.state_json(), self._shard.state_json, settles=settles)
+            # Compression changes residuals with the next Δ, BatchNorm its running buffers and a replica what is its own
+            # with the next forward pass.
+            settles = held.kept is None and not held.own and not self._job.running_buffers
+            return Snapshot(held.written(), held.state_json(), self._shard.engine_json(), settles=settles)
 
         writers, token = [True] * context.world.size, uuid.uuid4().hex
         if self._arrival is not None:

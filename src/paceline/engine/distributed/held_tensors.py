@@ -34,6 +34,7 @@ class HeldTensors:
         writes_slot: a parameter of the optimizer's layout and its name -> whether this rank writes its state.
         writes_any: whether there is anything that this rank writes.
         kept: by a lossy compression; None: there is none.
+        own: what the replica itself keeps from Δ to Δ.
     """
 
     state: Sequence[TensorChunk]
@@ -43,6 +44,7 @@ class HeldTensors:
     writes_slot: Callable[[TensorEntry, str], bool]
     writes_any: bool = True
     kept: KeptResiduals | None = None
+    own: Sequence[TensorChunk] = ()
 
     def written(self) -> list[TensorChunk]:
         """Return the chunks that this rank writes."""
@@ -54,7 +56,7 @@ class HeldTensors:
 
         vectors = self.optimizer.chunks(describe) if self.optimizer is not None else []
         kept = self.kept.written() if self.kept is not None else []
-        return [*(chunk for chunk in self.state if self.writes(chunk.name)), *vectors, *kept]
+        return [*(chunk for chunk in self.state if self.writes(chunk.name)), *vectors, *kept, *self.own]
 
     def state_json(self) -> dict[str, Any]:
         """Return what of the optimizer's state is no tensor."""

@@ -6,8 +6,11 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, final
 
-from paceline.aggregation import Synchronous
+import torch
+
+from paceline.aggregation import text_of
 from paceline.compression import parse
+from paceline.core.errors import InputError
 from paceline.core.mesh import Coordinate
 from paceline.core.types import Version
 from paceline.engine.distributed.fsdp import FsdpModule, FsdpReplica, FsdpUpdate
@@ -19,13 +22,15 @@ from paceline.engine.distributed.reduce_buffer import GradientSync, ModelParalle
 from paceline.engine.distributed.sync_batchnorm import BatchNormGroup, SynchronisedBatchNorm
 from paceline.engine.distributed.update import ModelParallelUpdate, ReplicatedUpdate, ShardState, Update
 from paceline.engine.distributed.zero1 import ZeroOptimizer, pays
+from paceline.engine.own_states import KEY, replica_chunks
 from paceline.engine.server_optimizer import ServerOptimizer
-from paceline.engine.spmd.communicator import ring_bytes
+from paceline.engine.spmd.communicator import Communicator, ring_bytes
 from paceline.engine.spmd.pipeline_rank import PipelineRank
 from paceline.engine.spmd.rank_context import RankSetup, SubGroup, holders
 from paceline.engine.spmd.tensor_parallel_rank import TensorParallelRank
 from paceline.replica.base import Replica, micro_steps
 from paceline.replica.flat_state import FlatLayout, FlatState, read
+from paceline.replica.local_sgd import KeepsState, LocalSGD
 from paceline.replica.noise_estimator import Preconditioner
 from paceline.replica.pipeline.async_stage import AsyncStage
 from paceline.replica.pipeline.pipelined import Pipelined
@@ -65,6 +70,10 @@ class RankShard(ABC):
     """What a run that goes on must have of the division into parts, for a checkpoint."""
     noise: NoiseObserver | None = None
     """None: the gradient noise scale is not measured."""
+    own: KeepsState | None = None
+    """The replica, once it is built, where it keeps a state of its own from Δ to Δ that checkpoints have."""
+    forget: Callable[[], None] = staticmethod(lambda: None)
+    """Has the replica begin anew with the next A, for its Δ was not finite."""
 
     @abstractmethod
     def replica(self, weight: Callable[[int], float], recorder: AnyRecorder) -> Replica:
@@ -78,6 +87,11 @@ class RankShard(ABC):
     @abstractmethod
     def held(self) -> HeldTensors:
         """Return the tensors of this rank, for a checkpoint."""
+
+    def engine_json(self) -> dict[str, Any]:
+        """Return what a checkpoint has of this rank that only the engine understands."""
+        saved = None if self.own is None else self.own.state_json()
+        return dict(self.state_json) | ({} if saved is None else {KEY: {str(self.coordinate.replica): saved}})
 
     @abstractmethod
     def notes(self) -> Mapping[str, str | int | float]:
@@ -111,12 +125,18 @@ class WholeModelShard(RankShard):
 
         policy = setup.run_context.policy
         if communicator is not None and any(isinstance(m, SynchronisedBatchNorm) for m in setup.module.modules()):
-            sums = isinstance(policy, Synchronous) and policy.combine == "sum"
-            summed = strategy.accumulate > 1 or sums or self.fsdp is not None
+            if setup.run_context.local_sgd:
+                raise InputError(
+                    "synchronised BatchNorm normalises the samples of all replicas together, but under aggregation="
+                    f"{text_of(policy)} each has weights of its own; leave synchronised_batchnorm out, or write "
+                    "aggregation=synchronous"
+                )
+            summed = strategy.accumulate > 1 or policy.collective == "sum" or self.fsdp is not None
             self.batchnorm_group = BatchNormGroup(communicator, world.rank, summed)
 
         # Gradients are summed as they come only where nothing has to be known of the whole Δ before.
         overlaps = isinstance(update, ReplicatedUpdate) and strategy.compression == "none"
+        overlaps &= not setup.run_context.local_sgd
         overlaps &= self.batchnorm_group is None and job.on_nonfinite != "skip" and not job.survives_deaths
         if job.noise_scale:  # each gradient is measured as it is handed over, on the host
             overlaps &= strategy.accumulate == 1 and strategy.device == "cpu"
@@ -131,6 +151,7 @@ class WholeModelShard(RankShard):
             return FsdpUpdate(job.program, self.fsdp, self.reduce_buffer, self.state, communicator)
         zero = strategy.shard_optimizer
         chosen = strategy.compression == "none" and strategy.device == "cpu" and not job.noise_scale
+        chosen &= not setup.run_context.local_sgd
         if zero is None and chosen and not job.survives_deaths:  # the state of a rank that dies would be lost
             zero = pays(job.program, setup.layout, setup.backend, world.size)
         if communicator is not None and zero:
@@ -145,7 +166,9 @@ class WholeModelShard(RankShard):
     def replica(self, weight: Callable[[int], float], recorder: AnyRecorder) -> Replica:
         context, rank, module = self._setup.run_context, self.coordinate.replica, self._setup.module
         if self.fsdp is None:
-            return context.replica(rank, module, self._setup.layout, recorder)
+            replica = context.replica(rank, module, self._setup.layout, recorder)
+            self.own = replica if isinstance(replica, LocalSGD) else None
+            return replica
         autograd = Autograd(context.job.program, module, self.state.layout, rank, context.device(rank), recorder)
         return FsdpReplica(autograd, self.fsdp, weight)
 
@@ -164,10 +187,11 @@ class WholeModelShard(RankShard):
         kept, compression = None, setup.run_context.job.strategy.compression
         if compression != "none" and isinstance(self.update, ReplicatedUpdate):
             policy, ranks = setup.run_context.policy, setup.context.world.size
-            mean = isinstance(policy, Synchronous) and policy.combine == "mean"
+            mean = policy.collective == "mean"
             kept = KeptResiduals(compression, *self.update.kept(), self.coordinate.replica, ranks, mean)
-        writes_any = first or bool(kept is not None and kept.residuals)
-        return HeldTensors(state, self.update.optimizer, part, lambda _: first, lambda *_: first, writes_any, kept)
+        writes_any = first or setup.run_context.local_sgd or bool(kept is not None and kept.residuals)
+        own = [] if self.own is None else [*replica_chunks(self.coordinate.replica, self.own)]
+        return HeldTensors(state, self.update.optimizer, part, lambda _: first, lambda *_: first, writes_any, kept, own)
 
     def notes(self) -> Mapping[str, str | int | float]:
         ranks, nbytes = self._setup.context.world.size, self._setup.layout.parameter_bytes
@@ -208,14 +232,20 @@ class ModelParallelShard(RankShard):
                 setup, buffer, self.update.reduced_vectors, (), group.communicator, contributes=first
             )
             return
+        local_sgd, policy = setup.run_context.local_sgd, setup.run_context.policy
         norms = DeltaNorms(job, buffer.state, counted, ranks.whole) if job.noise_scale else None
-        clipped = counted if job.program.clip_norm is not None else ()
+        clipped = counted if job.program.clip_norm is not None and not local_sgd else ()
         combined = None if norms is None else norms.combined
         sync = ModelParallelSync(setup, buffer, buffer.vectors, clipped, peers, combined=combined)
         # Without a sum over replicas, gradients of a tensor-parallel rank may stay where autograd wrote them.
         by_tensor = isinstance(ranks, TensorParallelRank) and ranks.mesh.replicas == 1 and norms is None
         by_tensor &= setup.run_context.device(ranks.rank) == "cpu" and handoff_pays(ranks.state.layout)
-        self.update = update = ModelParallelUpdate(job.program, buffer, shard, sync, by_tensor=by_tensor)
+        by_tensor &= not local_sgd
+        self.update = update = ModelParallelUpdate(job.program, policy, buffer, shard, sync, by_tensor=by_tensor)
+        self._own_ranks: Communicator | None = None
+        """The ranks of this replica, where they clip its gradients together."""
+        if communicator is not None and local_sgd and job.program.clip_norm is not None:
+            self._own_ranks = communicator.split([ranks.mesh.replica_ranks(r) for r in range(ranks.mesh.replicas)])
         self.status_sync = sync
         if norms is not None:
             norms.preconditioner = Preconditioner(update.optimizer)
@@ -223,9 +253,22 @@ class ModelParallelShard(RankShard):
 
     def replica(self, weight: Callable[[int], float], recorder: AnyRecorder) -> Replica:
         del weight  # Δ is scaled when all of it is there
+        ranks, context = self._ranks, self._ranks.run_context
+        if context.local_sgd:
+            self.worker = ranks.worker(1, recorder)
+            stepping = ranks.stepping(self.worker, self._summed)
+            self.forget = stepping.forget
+            return stepping
         handoff = self.update.handoff if isinstance(self.update, ModelParallelUpdate) else None
-        self.worker = self._ranks.worker(micro_steps(self._ranks.run_context.delta), recorder, handoff)
+        self.worker = ranks.worker(micro_steps(context.delta), recorder, handoff)
         return self.worker
+
+    def _summed(self, square: float) -> float:
+        """Return the sum of a number over the ranks of this replica."""
+        total = torch.tensor([square], dtype=torch.float64)
+        if self._own_ranks is not None:
+            self._own_ranks.all_reduce([total], "the norm of a gradient")
+        return float(total)
 
     def held(self) -> HeldTensors:
         ranks, place = self._ranks, self._ranks.place

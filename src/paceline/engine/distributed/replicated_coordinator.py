@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.aggregation.base import Apply, Arrival
-from paceline.aggregation.synchronous import Synchronous
 from paceline.comm.shared_memory import SpillAllocator
 from paceline.comm.shared_pickle import object_of, parts_of
 from paceline.core.data_order import BatchRange
@@ -81,7 +80,7 @@ class ReplicatedCoordinator:
         watch: Watcher,
     ) -> None:
         policy, program = context.policy, context.job.program
-        assert isinstance(policy, Synchronous), "another policy was not refused"
+        assert policy.collective is not None, "another policy was not refused"
         self._rank_context, self._world, self._run_context = rank_context, rank_context.world, context
         self._job, self._shard, self._clock = context.job, shard, clock
         self._queue = EvaluationQueue(
@@ -90,7 +89,7 @@ class ReplicatedCoordinator:
         self._snapshots = 0
         self._records: list[Record] = []
         """Of this rank's snapshots that did not fit into memory."""
-        self._mean = policy.combine == "mean"
+        self._mean = policy.collective == "mean"
         self._statuses: list[RankStatus] = []
         # Contributions are of the size of one gradient, not of a sum over samples, which half precision would not hold.
         self._usual_samples = float(context.order.batch_size * micro_steps(context.delta)) if context.order else 1.0

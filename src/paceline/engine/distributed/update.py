@@ -8,10 +8,12 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from paceline.aggregation.base import Aggregation
 from paceline.checkpoint.base import TensorChunk
 from paceline.compression import Compression
+from paceline.core.delta import Change
 from paceline.engine.distributed.reduce_buffer import ModelParallelSync, ReduceBuffer
-from paceline.engine.server_optimizer import ServerOptimizer
+from paceline.engine.server_optimizer import ServerOptimizer, update_rule
 from paceline.engine.spmd.communicator import Communicator
 from paceline.program import Program
 from paceline.replica.flat_optimizer import FlatOptimizer, clip_by_square, clip_scale, optimizer_of_part, square_norm
@@ -111,6 +113,7 @@ class ModelParallelUpdate(Update):
 
     Args:
         program: gives optimizer, scheduler and clipping.
+        policy: says what a Δ is.
         buffer: holds Σ Δ of this part.
         shard: this part of A.
         sync: knows the norm of the whole Δ.
@@ -120,24 +123,29 @@ class ModelParallelUpdate(Update):
     def __init__(
         self,
         program: Program,
+        policy: Aggregation[Any],
         buffer: ReduceBuffer,
         shard: ShardState,
         sync: ModelParallelSync,
         *,
         by_tensor: bool = False,
     ) -> None:
-        self._buffer, self._state, self._sync, self._clip_norm = buffer, shard.state, sync, program.clip_norm
+        self._buffer, self._state, self._sync = buffer, shard.state, sync
+        self._moves = isinstance(policy.delta, Change)
+        self._clip_norm = None if self._moves else program.clip_norm
         self.reduced_vectors = []
         if shard.state.parameters:
-            make = optimizer_of_part(program.optimizer, shard.full_layout, shard.state.layout)
-            self.optimizer = FlatOptimizer(make, program.scheduler, shard.state, buffer.state)
-        in_place = by_tensor and program.clip_norm is None
+            rule, schedule = update_rule(program, policy)
+            make = optimizer_of_part(rule, shard.full_layout, shard.state.layout)
+            self.optimizer = FlatOptimizer(make, schedule, shard.state, buffer.state)
+        in_place = by_tensor and self._clip_norm is None
         self.handoff = GradientHandoff() if in_place and self.optimizer and self.optimizer.has_kernel else None
         """Takes the gradients, tensor by tensor; None: they are written into the buffer."""
 
     def apply(self, factor: float, rate: float) -> None:
         if self._clip_norm is not None:
             factor *= clip_scale(self._sync.square * factor**2, self._clip_norm)
+        factor = -factor if self._moves else factor
         gradients = self._buffer.state.parameters
         if self.optimizer is not None and self.handoff is not None:
             self.optimizer.step_by_tensor(self.handoff.gradients, rate, weight=factor)

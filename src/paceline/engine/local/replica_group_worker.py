@@ -21,7 +21,6 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.core import errors
-from paceline.core.delta import Distance
 from paceline.core.mesh import Coordinate
 from paceline.engine.local import replica_group
 from paceline.engine.local.arena import ArenaLayout, ParameterArena
@@ -31,12 +30,10 @@ from paceline.engine.run_context import RunContext, set_threads_and_seed
 from paceline.engine.spmd.pipeline_rank import PipelineRank
 from paceline.engine.spmd.process_group import BACKEND, LaunchEnv, file_rendezvous
 from paceline.engine.spmd.rank_context import RankContext, RankSetup, build_once_per_host, open_rank_context
-from paceline.engine.spmd.shard_views import owned_names
 from paceline.engine.spmd.tensor_parallel_rank import TensorParallelRank
 from paceline.engine.worker import ClientWorker, InstrumentedReplica, WorkerMetrics
 from paceline.replica.base import Replica, micro_steps
 from paceline.replica.flat_state import FlatLayout
-from paceline.replica.local_sgd import ShardedLocalSGD
 from paceline.replica.module_utils import materialize
 from paceline.trace.recorder import NullRecorder, Recorder
 
@@ -144,16 +141,8 @@ class _Member:
         inner: Replica = ranks.worker(steps, recorder)
         reset: Callable[[], None] = lambda: None  # noqa: E731 (a gradient keeps no state from Δ to Δ)
         if run.local_sgd:
-            inner = stepping = ShardedLocalSGD(
-                run.job.program,
-                inner,
-                ranks.whole,
-                ranks.layout,
-                owned_names(ranks.stages, ranks.mesh, ranks.place),
-                lambda square: float(sum(setup.context.gather(square, "the norm of a gradient"))),
-                run.policy.adopt,
-                distance=isinstance(run.delta, Distance),
-            )
+            gather = setup.context.gather
+            inner = stepping = ranks.stepping(inner, lambda square: sum(gather(square, "the norm of a gradient")))
             reset = stepping.forget
         self._part = replica_group.ShardIO(arena, place, ranks, inner, reset)
 

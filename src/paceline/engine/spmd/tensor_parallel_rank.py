@@ -13,11 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.comm.shared_memory import SpillAllocator
+from paceline.core.delta import Distance
 from paceline.engine.run_context import first_batch
 from paceline.engine.spmd.communicator import Communicator, ring_bytes
 from paceline.engine.spmd.rank_context import RankSetup, SubGroups, extended_timeout
-from paceline.engine.spmd.shard_views import ShardViews, StageSharding, names_of_part
+from paceline.engine.spmd.shard_views import ShardViews, StageSharding, names_of_part, owned_names
+from paceline.replica.base import Replica
 from paceline.replica.flat_state import FlatLayout, FlatState, read
+from paceline.replica.local_sgd import ShardedLocalSGD
 from paceline.replica.module_utils import tensors_of
 from paceline.replica.pipeline.pipelined import Pipelined
 from paceline.replica.single import GradientHandoff
@@ -142,6 +145,19 @@ class ModelParallelRank(ABC):
             recorder: of this rank's spans.
             handoff: receives the gradients of a tensor-parallel rank; None: they are written to the Δ buffer.
         """
+
+    def stepping(self, inner: Replica, summed: Callable[[float], float]) -> ShardedLocalSGD:
+        """Return this rank's part of a replica with an optimizer of its own.
+
+        Args:
+            inner: computes this rank's part of the gradient of one batch.
+            summed: a number -> its sum over the ranks of the replica, which all ask for it together.
+        """
+        context, counted = self.run_context, owned_names(self.stages, self.mesh, self.place)
+        program, distance = context.job.program, isinstance(context.delta, Distance)
+        return ShardedLocalSGD(
+            program, inner, self.whole, self.layout, counted, summed, context.policy.adopt, distance=distance
+        )
 
     def counted(self, *, of_each_copy: bool) -> list[str]:
         """Return the parameters that this rank counts in the norm of Δ, if a norm is needed; each counts on one rank.

@@ -46,8 +46,6 @@ from paceline.engine.virtual.saved_state import (
     attempt_chunks,
     attempt_state,
     held_attempts,
-    replica_chunks,
-    restore_replicas,
     restored_attempts,
 )
 from paceline.engine.virtual.user_loops import UserLoops
@@ -325,7 +323,7 @@ class VirtualRun:
         chunks = [*optimizer.chunks(), *attempt_chunks(attempts, version), *self._observer.chunks()]
         if self._estimator is not None:
             chunks += self._estimator.chunks(FlatLayout(optimizer.state.layout.parameters, ()))
-        chunks += [chunk for r in saved for chunk in replica_chunks(r, own[r])]
+        chunks += [chunk for r in saved for chunk in own_states.replica_chunks(r, own[r])]
         engine = {KEY: to_json(state), own_states.KEY: to_json(saved)}
         return Snapshot(chunks, optimizer.flat_optimizer.state_json(), engine)
 
@@ -345,7 +343,10 @@ class VirtualRun:
                 self._under_way[attempt] = None
         else:
             self._restore_exactly(state, resume)
-        restore_replicas(resume, own_states.saved_states(self._context), self._computer.replica, layout)
+        for replica in own_states.saved_states(self._context):
+            own = self._computer.replica(replica)
+            assert isinstance(own, LocalSGD), "the policy is the same"
+            own_states.restore_replica(self._context, replica, own, layout)
 
     def _restore_exactly(self, state: VirtualState, resume: ResumePoint) -> None:
         """Go on with all that was under way."""

@@ -14,7 +14,7 @@ dropout, the order of the data) is drawn again from its seed, from the place tha
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from paceline.aggregation.state_codec import kind
@@ -23,13 +23,11 @@ from paceline.core.data_order import BatchRange
 from paceline.core.typed_json import of_json
 from paceline.core.types import Clock, ReplicaId, Seconds, Version
 from paceline.engine.batch_dispatcher import NO_BATCHES
-from paceline.engine.own_states import replica_prefix
 from paceline.engine.run_context import RunContext
 from paceline.engine.run_state import ResumePoint, delta_chunks
 from paceline.engine.virtual.pending_delta import PendingDelta, TimelineState
-from paceline.replica.base import Measured, MicroStepNorms, Replica
+from paceline.replica.base import Measured, MicroStepNorms
 from paceline.replica.flat_state import FlatLayout, FlatState
-from paceline.replica.local_sgd import LocalSGD
 from paceline.replica.optimizer_state import whole_chunks
 
 # Key of this state among what a checkpoint has of the engine.
@@ -146,25 +144,6 @@ def restored_attempts(
                 checkpoint.read_into(whole_chunks(read[state.version], _read_prefix(state.version)))
             attempt.read = read[state.version]
         yield attempt, state.arrived
-
-
-def replica_chunks(replica: ReplicaId, own: LocalSGD) -> Iterator[TensorChunk]:
-    """Yield what a replica keeps."""
-    for chunk in own.chunks():
-        yield replace(chunk, name=replica_prefix(replica) + chunk.name)
-
-
-def restore_replicas(
-    resume: ResumePoint,
-    states: Mapping[ReplicaId, Mapping[str, Any]],
-    replica_of: Callable[[ReplicaId], Replica],
-    layout: FlatLayout,
-) -> None:
-    """Let replicas go on with what they kept; ``states`` is what of it is no tensor."""
-    for replica, saved in states.items():
-        own = replica_of(replica)
-        assert isinstance(own, LocalSGD), "the policy is the same"
-        own.restore(saved, resume.checkpoint.under(replica_prefix(replica)), layout)
 
 
 def held_attempts(resume: ResumePoint, layout: FlatLayout) -> Iterator[PendingDelta]:
