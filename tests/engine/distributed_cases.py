@@ -218,6 +218,7 @@ LOCAL_STEPS: dict[str, Case] = {
         "aggregation=local-steps:period=4,outer=nesterov",
         {"epochs": 3},
     ),
+    "fragments": Case(program(), "aggregation=local-steps:period=6,fragments=3,outer=nesterov", {"steps": 20}),
     "local running means": Case(
         program(model=programs.batchnorm, train=programs.data(samples=48)), "aggregation=local-steps:period=2"
     ),

@@ -60,6 +60,7 @@ CASES = {
         ("replicas=2 compression=top-k:ratio=0.2", "sgd"),
         ("replicas=2 compression=powersgd:rank=1", "adamw"),
         ("replicas=2 aggregation=local-steps:period=2,outer=nesterov", "adamw"),
+        ("replicas=2 aggregation=local-steps:period=4,fragments=2,outer=nesterov", "adamw"),
     ],
     4: [
         ("replicas=2 stages=2 cuts=4 micro_batches=2", "nadam"),
@@ -90,7 +91,7 @@ def cut_in_two(strategy: str, optimizer: str) -> None:
     whole = TRAIN(it, strategy, steps=WHOLE)
     TRAIN(it, strategy, steps=PART, checkpoint=place, checkpoint_every="4 steps")
     resumed = TRAIN(it, strategy, steps=WHOLE, checkpoint=place, checkpoint_every="4 steps", resume=True)
-    updates = PART // 2 if "period=2" in strategy else PART
+    updates = PART // 2 if "local-steps" in strategy else PART
     assert resumed.summary["notes"]["resumed"] == f"went on from update {updates} of {place / f'step-{updates}'}"
     assert_equal(whole, resumed, strategy)
     if "stages" in strategy:

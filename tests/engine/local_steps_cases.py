@@ -43,5 +43,9 @@ CASES = {
     "shards": Case("replicas=2 shards=2 aggregation=local-steps:period=3,outer=nesterov", program()),
     "clipped stages": Case("replicas=2 stages=2 micro_batches=2 aggregation=local-steps:period=4", ADAPTIVE),
     "clipped shards": Case("replicas=2 shards=2 aggregation=local-steps:period=4,outer=momentum", ADAPTIVE),
+    "fragments in stages": Case(
+        "replicas=2 stages=2 micro_batches=2 aggregation=local-steps:period=4,fragments=4,outer=momentum", program()
+    ),
+    "fragments in shards": Case("replicas=2 shards=2 aggregation=local-steps:period=4,fragments=2", program()),
     "both": Case("stages=2 shards=2 micro_batches=2 aggregation=local-steps:period=2", program()),
 }

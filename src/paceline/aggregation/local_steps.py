@@ -54,18 +54,27 @@ class LocalSteps(Aggregation[Any]):
     With none but the defaults, local SGD: the mean over a round (arXiv 1805.09767). ``outer=nesterov`` is DiLoCo,
     ``over=asynchronous`` is Downpour (Dean et al. 2012). Optimizers and schedulers live with the replicas.
 
+    With ``fragments=4`` a quarter of A is exchanged after each quarter of the period, each in turn, so that the most
+    that is sent at once is a quarter (Streaming DiLoCo, arXiv 2501.18512)::
+
+        own steps      |----|----|----|----|----|----|----|----|      period=16, fragments=4
+        exchanged      0    1    2    3    0    1    2    3    0
+
     Args:
-        period: own steps between two pushes.
+        period: own steps between two exchanges of a parameter.
         over: the policy that decides; any that takes gradients.
         outer: None: A += rate · Σ weight·Δ; or the optimizer that takes -Σ weight·Δ for a gradient.
+        fragments: parts of A that are exchanged in turn; a divisor of the period.
 
     Raises:
-        InputError: period < 1, or a policy under ``over`` with a Δ of its own.
+        InputError: period < 1; a policy under ``over`` with a Δ of its own, or, with several fragments, by which not
+            all replicas exchange the same one.
     """
 
     period: int = 16
     over: Aggregation[Any] = field(default_factory=Synchronous)
     outer: Outer | None = None
+    fragments: int = 1
 
     def __post_init__(self) -> None:
         check_int("local-steps:period", self.period, least=1)
@@ -76,10 +85,22 @@ class LocalSteps(Aggregation[Any]):
             )
         if not isinstance(self.outer, Outer | None):
             raise InputError(f"outer={self.outer} is no outer optimizer; write outer=nesterov.")
+        check_int("local-steps:fragments", self.fragments, least=1)
+        if self.period % self.fragments:
+            nearest = max(1, round(self.period / self.fragments)) * self.fragments
+            raise InputError(
+                f"fragments={self.fragments} are exchanged in turn within period={self.period} steps, which it does "
+                f"not divide; write period={nearest}."
+            )
+        if self.fragments > 1 and self.collective is None:
+            raise InputError(
+                f"fragments={self.fragments}: under over={self.over} replicas would each exchange another part of A; "
+                "write over=synchronous, or fragments=1."
+            )
 
     @property
     def delta(self) -> Delta:
-        return Change(self.period)
+        return Change(self.period // self.fragments, self.fragments)
 
     @property
     def needs(self) -> frozenset[Need]:

@@ -18,9 +18,14 @@ class Accumulated:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Δ is x - x_read: the distance that ``steps`` own optimizer steps moved the parameters from the A read."""
+    """Δ is x - x_read: the distance that ``steps`` own optimizer steps moved the parameters from the A read.
+
+    With several ``fragments`` Δ is that of one of as many parts of A, number t mod ``fragments`` for the Δ of A_t; the
+    replica takes over what of A has changed, and the other parts of x stay as they are.
+    """
 
     steps: int
+    fragments: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,12 @@ from paceline.aggregation.local_steps import LocalSteps, Outer
 from paceline.checkpoint.base import TensorChunk
 from paceline.checkpoint.reader import Checkpoint
 from paceline.core.delta import Change, Distance
-from paceline.core.types import Seconds
+from paceline.core.types import Seconds, Version
 from paceline.engine.run_state import ResumePoint
 from paceline.program import Program
 from paceline.replica.flat_optimizer import FlatOptimizer, clip
 from paceline.replica.flat_state import FlatLayout, FlatState
+from paceline.replica.local_sgd import fragments_of
 from paceline.replica.noise_estimator import NoiseEstimator, Preconditioner
 from paceline.replica.optimizer_kernels import StepKernel
 from paceline.replica.optimizer_state import whole_chunks
@@ -72,7 +73,9 @@ class ServerOptimizer:
         self._noise = noise
         if noise is not None:
             noise.preconditioner = Preconditioner(self.flat_optimizer)
-        needs_all = "agreement" in policy.needs or noise is not None
+        self._fragments = fragments_of(policy.delta, state.layout, state.layout)
+        """Slices of A's vectors that are updated in turn; empty: all of A at once."""
+        needs_all = "agreement" in policy.needs or noise is not None or bool(self._fragments)
         self.divisible = self.flat_optimizer.has_kernel and not self._distance and not needs_all
         """True if an update can be split among workers: :meth:`divide`."""
 
@@ -83,6 +86,7 @@ class ServerOptimizer:
         *,
         alone: bool = False,
         out: FlatState | None = None,
+        version: Version = 0,
     ) -> None:
         """Update A by Σ weight·Δ, summed in the order given; each Δ is read once, then released.
 
@@ -91,20 +95,22 @@ class ServerOptimizer:
             rate: factor of the learning rate.
             alone: True if there is exactly one.
             out: becomes A; None: A's own vectors.
+            version: of A before the update, which says what fragment of it Δs are of.
         """
         destination = out or self.state
+        slices = self._fragments[version % len(self._fragments)] if self._fragments else None
         if alone and self._direct:
             delta, weight = next(iter(deltas))
             self.flat_optimizer.step(delta.parameters, rate, destination, weight)
         else:
-            self._combine(deltas, destination)
+            self._combine(deltas, destination, slices)
             if self._noise is not None:
                 self._noise.combined(self.combined)
             if self.clip_norm is not None:
                 clip(self.combined, self.clip_norm)
             if self._moves:
                 torch._foreach_neg_(self.combined)
-            self.flat_optimizer.step(self.combined, rate, destination)
+            self.flat_optimizer.step(self.combined, rate, destination, slices=slices)
         self.state = destination
 
     def chunks(self) -> list[TensorChunk]:
@@ -133,11 +139,15 @@ class ServerOptimizer:
         self.flat_optimizer.end_step(out)
         self.state = out
 
-    def _combine(self, deltas: Iterable[tuple[FlatState, float]], destination: FlatState) -> None:
+    def _combine(
+        self, deltas: Iterable[tuple[FlatState, float]], destination: FlatState, slices: Sequence[slice] | None
+    ) -> None:
         buffers = _BufferMean(self.state)
+        totals = self.combined if slices is None else [v[s] for v, s in zip(self.combined, slices, strict=True)]
         for j, (delta, weight) in enumerate(deltas):
-            for i, total in enumerate(self.combined):
-                vector = delta.parameters[i] - self.state.parameters[i] if self._distance else delta.parameters[i]
+            for i, total in enumerate(totals):
+                vector = delta.parameters[i] if slices is None else delta.parameters[i][slices[i]]
+                vector = vector - self.state.parameters[i] if self._distance else vector
                 if j:  # in the order given, so that a run is reproducible
                     total.add_(vector, alpha=weight)
                 else:

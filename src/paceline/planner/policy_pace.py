@@ -107,8 +107,8 @@ def predicted_pace(policy: Aggregation[Any], group: DelayedReplicas) -> Pace | N
             return _k_batch_async(1, group)
         case StaleSynchronous(bound=bound):
             return _stale_synchronous(bound, group)
-        case LocalSteps(period=period, over=Synchronous(backups=0)):
-            return _local_steps(period, group)
+        case LocalSteps(over=Synchronous(backups=0)):
+            return _local_steps(micro_steps(policy), group)
     return None
 
 

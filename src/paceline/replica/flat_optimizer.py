@@ -124,7 +124,12 @@ class FlatOptimizer:
         return kernel
 
     def step(
-        self, gradients: Sequence[Tensor], rate: float = 1.0, out: FlatState | None = None, weight: float = 1.0
+        self,
+        gradients: Sequence[Tensor],
+        rate: float = 1.0,
+        out: FlatState | None = None,
+        weight: float = 1.0,
+        slices: Sequence[slice] | None = None,
     ) -> None:
         """Make one step with learning rate · ``rate``.
 
@@ -133,8 +138,10 @@ class FlatOptimizer:
             rate: factor of the learning rate.
             out: receives the new parameters, and is stepped from then on; None: they are stepped in place.
             weight: factor of the gradients; other than 1 only if :attr:`has_kernel`.
+            slices: of each vector, that the step is made on, only if :attr:`has_kernel`; None: it is made on all.
         """
         after = out or self.state
+        assert slices is None or self.has_kernel, "torch.optim steps on whole vectors"
         if self._kernel is None:
             self.steps += 1
             if after is not self.state:
@@ -149,8 +156,14 @@ class FlatOptimizer:
                 group["lr"] = lr
         else:
             kernel = self.kernel(rate)  # reads the group at each step, since schedulers write it
-            for i, gradient in enumerate(gradients):
-                kernel.step(self.state.parameters[i], after.parameters[i], gradient, self.state_vectors[i], weight)
+            vectors = [*zip(self.state.parameters, after.parameters, gradients, self.state_vectors, strict=True)]
+            if slices is not None:
+                if after is not self.state:
+                    torch._foreach_copy_(after.parameters, self.state.parameters)
+                each = zip(vectors, slices, strict=True)
+                vectors = [(b[s], a[s], g[s], [v[s] for v in vs]) for (b, a, g, vs), s in each]
+            for before, new, gradient, state in vectors:
+                kernel.step(before, new, gradient, state, weight)
         self.end_step(after)
 
     def step_by_tensor(self, gradients: Sequence[Tensor], rate: float = 1.0, weight: float = 1.0) -> None:

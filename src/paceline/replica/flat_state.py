@@ -14,12 +14,15 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import InputError
+from paceline.core.partitioning import balanced
+from paceline.core.types import Version
 from paceline.replica.module_utils import tensors_of
 
 # (elements, dtype) -> a flat vector of them.
@@ -124,6 +127,8 @@ class FlatState:
     layout: FlatLayout
     parameters: list[Tensor]
     buffers: list[Tensor]
+    version: Version = field(default=0, compare=False)
+    """Of the A that a client pulls: t, the number of its updates."""
     _views: "Views | None" = field(default=None, repr=False, compare=False)
 
     @property
@@ -149,7 +154,8 @@ class FlatState:
 
     def clone(self) -> "FlatState":
         """Return a copy in ordinary memory."""
-        return FlatState(self.layout, [v.clone() for v in self.parameters], [v.clone() for v in self.buffers])
+        parameters, buffers = ([v.clone() for v in vectors] for vectors in (self.parameters, self.buffers))
+        return FlatState(self.layout, parameters, buffers, self.version)
 
     def take(self, other: "FlatState") -> "FlatState":
         """Copy the tensors that both have, by name; returns this state."""
@@ -193,6 +199,34 @@ def write(module: nn.Module, state: FlatState) -> nn.Module:
         for name, view in state.named():
             tensors[name].copy_(view)
     return module
+
+
+def fragment_slices(whole: FlatLayout, layout: FlatLayout, count: int) -> list[list[slice]]:
+    """Return the slice of each parameter vector that is in each of so many fragments of A.
+
+    A fragment is a row of whole parameters; the largest one is as small as it can be.
+
+    Args:
+        whole: layout of A.
+        layout: of A, or of a part of it.
+        count: of fragments.
+
+    Raises:
+        InputError: A has fewer parameters.
+    """
+    sizes = [entry.stop - entry.start for block in whole.parameters for entry in block.entries]
+    if count > len(sizes):
+        raise InputError(
+            f"fragments={count}, but the model has {len(sizes)} parameters to train, and a fragment is one of them at "
+            f"least; write fragments={len(sizes)} or fewer"
+        )
+    starts = [0, *balanced(sizes, count), len(sizes)]
+    found = list[list[slice]]()
+    for first, last in pairwise(starts):
+        names = set(whole.parameter_names[first:last])
+        own = ([entry for entry in block.entries if entry.name in names] for block in layout.parameters)
+        found.append([slice(entries[0].start, entries[-1].stop) if entries else slice(0, 0) for entries in own])
+    return found
 
 
 def finite(vectors: list[Tensor], loss: float) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from paceline.core.delta import Gradient, InPlace
+from paceline.core.delta import Change, Gradient, InPlace
 from paceline.support.case import GROUPS, Case
 
 
@@ -395,4 +395,9 @@ TABLE: tuple[Row, ...] = (
         "several reads its part there; write device=cpu",
     ),
     _cpus_alone("compression"),
+    Row(
+        lambda c: _used(c, "compression") and isinstance(c.policy.delta, Change) and c.policy.delta.fragments > 1,
+        "compression={s.compression} keeps what it has left out of all of Δ, of which aggregation={policy} sends a "
+        "fragment at a time; leave one of them out",
+    ),
 )

@@ -80,7 +80,7 @@ class AsyncStageShard(RankShard, Update):
         self.worker = self.stage = AsyncStage(self.pipeline.pipeline_context(recorder), self.pipeline.whole)
         return self.stage
 
-    def apply(self, factor: float, rate: float) -> None:
+    def apply(self, factor: float, rate: float, version: Version) -> None:
         """Do nothing: the step was made when the gradient was there."""
 
     def _gather(self, *, wanted: bool) -> FlatState | None:

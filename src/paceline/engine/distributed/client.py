@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.core.types import Clock, ReplicaId, Seconds
+from paceline.core.types import Clock, ReplicaId, Seconds, Version
 from paceline.engine.checkpointing import Checkpointer
 from paceline.engine.distributed.agreement import DivergenceCheck
 from paceline.engine.distributed.rank_shard import RankShard
@@ -69,6 +69,7 @@ class RankClient:
         """The Δ that this replica computes, counted from 1."""
 
     def pull(self) -> FlatState:
+        self._state.version = self._coordinator.decisions.version
         return self._state
 
     def cancelled(self) -> bool:
@@ -159,9 +160,9 @@ class AllReduceClient(RankClient, GradientSink):
             present = self._replica in self._coordinator.decisions.present
             self._exchange(StatusKind.leaving if present else StatusKind.left, Measured(0.0, 0, True))
 
-    def _exchanged(self, status: RankStatus, step: Clock) -> list[RankStatus]:
+    def _exchanged(self, status: RankStatus, step: Clock, version: Version) -> list[RankStatus]:
         """Exchange statuses and sums, again with those who are left if a rank dies."""
-        survival, exchange = self._context.survival, functools.partial(self._sync.exchange, status, step)
+        survival, exchange = self._context.survival, functools.partial(self._sync.exchange, status, step, version)
         if survival is None:
             return exchange()
 
@@ -188,7 +189,7 @@ class AllReduceClient(RankClient, GradientSink):
         # All ranks begin the rest of the buckets, then the exchange, in this order; the sums are complete after both.
         if self._overlap is not None:
             self._overlap.flush()
-        statuses = self._exchanged(status, step)
+        statuses = self._exchanged(status, step, coordinator.decisions.version)
         if self._overlap is not None:
             self._overlap.wait(of_step(step))
 

@@ -45,7 +45,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.checkpoint.base import TensorChunk
 from paceline.core.errors import InputError
-from paceline.core.types import Clock
+from paceline.core.types import Clock, Version
 from paceline.engine.distributed.reduce_buffer import ReduceBuffer
 from paceline.engine.distributed.update import Update, clip_across_ranks
 from paceline.engine.spmd.communicator import Communicator
@@ -274,7 +274,7 @@ def _as_state(parameters: Sequence[Tensor]) -> FlatState:
     local = [_local(p) for p in parameters]
     entries = [TensorEntry(str(i), part.shape, 0, part.numel()) for i, part in enumerate(local)]
     layout = FlatLayout(tuple(DtypeBuffer(part.dtype, (e,)) for part, e in zip(local, entries, strict=True)), ())
-    return FlatState(layout, [part.view(-1) for part in local], [], Views(list(parameters), []))
+    return FlatState(layout, [part.view(-1) for part in local], [], _views=Views(list(parameters), []))
 
 
 @torch.no_grad()
@@ -305,7 +305,8 @@ class FsdpUpdate(Update):
         self.optimizer = FlatOptimizer(program.optimizer, program.scheduler, module.shard, module.gradient)
         self.reduced_vectors = buffer.tails()
 
-    def apply(self, factor: float, rate: float) -> None:
+    def apply(self, factor: float, rate: float, version: Version) -> None:
+        del version
         gradients = self._module.take_gradients()
         torch._foreach_mul_(gradients, factor)
         if self._clip_norm is not None:

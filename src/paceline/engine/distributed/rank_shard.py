@@ -30,7 +30,7 @@ from paceline.engine.spmd.rank_context import RankSetup, SubGroup, holders
 from paceline.engine.spmd.tensor_parallel_rank import TensorParallelRank
 from paceline.replica.base import Replica, micro_steps
 from paceline.replica.flat_state import FlatLayout, FlatState, read
-from paceline.replica.local_sgd import KeepsState, LocalSGD
+from paceline.replica.local_sgd import KeepsState, LocalSGD, fragments_of
 from paceline.replica.noise_estimator import Preconditioner
 from paceline.replica.pipeline.async_stage import AsyncStage
 from paceline.replica.pipeline.pipelined import Pipelined
@@ -142,7 +142,10 @@ class WholeModelShard(RankShard):
             overlaps &= strategy.accumulate == 1 and strategy.device == "cpu"
         self.overlap = build_overlap(job, setup.context, setup.backend, self.reduce_buffer) if overlaps else None
         vectors = update.reduced_vectors if self.overlap is None else self.reduce_buffer.tails()
-        self.status_sync = GradientSync(self.reduce_buffer, vectors, world.rank, communicator, self.contribution)
+        fragments = fragments_of(setup.run_context.delta, setup.layout, setup.layout)
+        self.status_sync = GradientSync(
+            self.reduce_buffer, vectors, world.rank, communicator, self.contribution, fragments
+        )
 
     def _build_update(self) -> Update:
         setup, job, world = self._setup, self._setup.run_context.job, self._setup.context.world
@@ -236,7 +239,9 @@ class ModelParallelShard(RankShard):
         norms = DeltaNorms(job, buffer.state, counted, ranks.whole) if job.noise_scale else None
         clipped = counted if job.program.clip_norm is not None and not local_sgd else ()
         combined = None if norms is None else norms.combined
-        sync = ModelParallelSync(setup, buffer, buffer.vectors, clipped, peers, combined=combined)
+        sync = ModelParallelSync(
+            setup, buffer, buffer.vectors, clipped, peers, combined=combined, fragments=ranks.fragments
+        )
         # Without a sum over replicas, gradients of a tensor-parallel rank may stay where autograd wrote them.
         by_tensor = isinstance(ranks, TensorParallelRank) and ranks.mesh.replicas == 1 and norms is None
         by_tensor &= setup.run_context.device(ranks.rank) == "cpu" and handoff_pays(ranks.state.layout)

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.core.types import Clock, Nanoseconds
+from paceline.core.types import Clock, Nanoseconds, Version
 from paceline.engine.spmd.communicator import Communicator
 from paceline.engine.spmd.rank_context import RankSetup
 from paceline.replica.flat_optimizer import square_norm
@@ -220,6 +220,11 @@ class ReduceBuffer:
         self._counters = [b for b in buffers if not b.is_floating_point()]
         self._parameters = {block.dtype: block.elements for block in layout.parameters}
 
+    def vectors_with(self, slices: Sequence[slice]) -> list[Tensor]:
+        """Return these slices of Δ, the running buffers and the table: views of the buffer."""
+        cut = [vector[each] for vector, each in zip(self.state.parameters, slices, strict=True)]
+        return [*(vector for vector in cut if len(vector)), *self.tails()]
+
     def tails(self, last: Mapping[torch.dtype, int] | None = None) -> list[Tensor]:
         """Return the running buffers and the table, and the last so many elements of Δ of a dtype."""
         starts = [self._parameters.get(v.dtype, 0) - (last or {}).get(v.dtype, 0) for v in self.vectors]
@@ -277,6 +282,7 @@ class GradientSync:
         rank: of this process.
         communicator: of all ranks; None: there is one.
         contribution: of this rank, all of which is summed, and stays as it is; None: the buffer itself.
+        fragments: slices of Δ that are summed in turn; empty: all of ``vectors`` is.
     """
 
     buffer: ReduceBuffer
@@ -284,8 +290,9 @@ class GradientSync:
     rank: int
     communicator: Communicator | None
     contribution: ReduceBuffer | None = None
+    fragments: Sequence[Sequence[slice]] = ()
 
-    def exchange(self, status: RankStatus, step: Clock) -> list[RankStatus]:
+    def exchange(self, status: RankStatus, step: Clock, version: Version = 0) -> list[RankStatus]:
         """Return one status of each replica; the contributions of all ranks are then summed where they have to be."""
         own, norms = self.contribution or self.buffer, status.norm is not None
         table = own.table.zero_()
@@ -293,8 +300,12 @@ class GradientSync:
         table[self.rank, : len(row)] = row
         own.set_counters(self.rank)
         if self.communicator is not None:
-            contributions = self.contribution.vectors if self.contribution is not None else None
-            self.communicator.all_reduce(self.vectors, of_step(step), contributions)
+            vectors, contributions = self.vectors, self.contribution.vectors if self.contribution is not None else None
+            if self.fragments:
+                slices = self.fragments[version % len(self.fragments)]
+                vectors = self.buffer.vectors_with(slices)
+                contributions = self.contribution.vectors_with(slices) if self.contribution is not None else None
+            self.communicator.all_reduce(vectors, of_step(step), contributions)
         return [RankStatus.decode(each, norms=norms) for each in self.buffer.table[:, : len(row)].tolist()]
 
 
@@ -316,6 +327,7 @@ class ModelParallelSync:
         peers: the ranks of other replicas with the same part of A; None: there are none.
         contributes: whether this rank adds its Δ; of several ranks of a replica with the same Δ one does.
         combined: measures the squared norm of the sum of all Δs on this rank's elements; None: norms are not measured.
+        fragments: slices of Δ that are summed in turn; empty: all of ``vectors`` is.
     """
 
     def __init__(
@@ -328,10 +340,11 @@ class ModelParallelSync:
         *,
         contributes: bool = True,
         combined: Callable[[], float] | None = None,
+        fragments: Sequence[Sequence[slice]] = (),
     ) -> None:
         self._mesh, self._rank, self._communicator = setup.mesh, setup.context.world.rank, setup.context.communicator
         self._buffer, self._vectors, self._peers = buffer, vectors, peers
-        self._contributes, self._combined = contributes, combined
+        self._contributes, self._combined, self._fragments = contributes, combined, fragments
         self._replica = self._mesh.coordinate(self._rank).replica
         self._replica_ranks = self._mesh.replica_ranks(self._replica)
         parameters = dict(zip(buffer.state.layout.parameter_names, buffer.state.views.parameters, strict=True))
@@ -341,7 +354,7 @@ class ModelParallelSync:
         self.square = 0.0
         """|Σ Δ|² over all ranks of a replica, as contributed."""
 
-    def exchange(self, status: RankStatus, step: Clock) -> list[RankStatus]:
+    def exchange(self, status: RankStatus, step: Clock, version: Version = 0) -> list[RankStatus]:
         """Return one status of each replica; Δ is then summed among the peers."""
         # Δ first: the norm in the statuses is that of the sum over replicas.
         self._buffer.table.zero_()
@@ -350,7 +363,10 @@ class ModelParallelSync:
         else:
             self._buffer.zero()
         if self._peers is not None:
-            self._peers.all_reduce(self._vectors, of_step(step))
+            vectors = self._vectors
+            if self._fragments:
+                vectors = self._buffer.vectors_with(self._fragments[version % len(self._fragments)])
+            self._peers.all_reduce(vectors, of_step(step))
         if self._combined is not None and status.norm is not None and self._mesh.replicas > 1:
             status = status._replace(norm=status.norm._replace(combined=self._combined()))
 

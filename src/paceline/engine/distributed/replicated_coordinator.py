@@ -243,7 +243,7 @@ class ReplicatedCoordinator:
         shard.reduce_buffer.take_counters([a.replica for a, _ in action.deltas])
         if shard.noise is not None:
             shard.noise.applied(self._statuses, [(a.replica, w) for a, w in action.deltas], factor)
-        shard.update.apply(factor, action.rate)
+        shard.update.apply(factor, action.rate, self.decisions.version)
 
     def send(self, replica: ReplicaId, batches: BatchRange) -> None:
         self.attempts[replica] += 1

@@ -12,12 +12,14 @@ from paceline.aggregation.base import Aggregation
 from paceline.checkpoint.base import TensorChunk
 from paceline.compression import Compression
 from paceline.core.delta import Change
+from paceline.core.types import Version
 from paceline.engine.distributed.reduce_buffer import ModelParallelSync, ReduceBuffer
 from paceline.engine.server_optimizer import ServerOptimizer, update_rule
 from paceline.engine.spmd.communicator import Communicator
 from paceline.program import Program
 from paceline.replica.flat_optimizer import FlatOptimizer, clip_by_square, clip_scale, optimizer_of_part, square_norm
 from paceline.replica.flat_state import FlatLayout, FlatState
+from paceline.replica.local_sgd import fragments_of
 from paceline.replica.single import GradientHandoff
 
 
@@ -45,12 +47,13 @@ class Update(ABC):
     """Steps on this rank's part of A; None: it has no parameters, or its replica steps by itself."""
 
     @abstractmethod
-    def apply(self, factor: float, rate: float) -> None:
+    def apply(self, factor: float, rate: float, version: Version) -> None:
         """Update A by ``factor`` · Σ Δ, after the exchange; the buffer has the running buffers of the new A.
 
         Args:
             factor: makes of the sum the combination that F asks for.
             rate: multiplies the learning rate.
+            version: of A before the update.
         """
 
 
@@ -99,12 +102,12 @@ class ReplicatedUpdate(Update):
                 residuals += [TensorChunk.whole(entry.name, view) for entry, view in views]
         return residuals, shared
 
-    def apply(self, factor: float, rate: float) -> None:
+    def apply(self, factor: float, rate: float, version: Version) -> None:
         if self._compression is not None and self._communicator is not None:
             group = self._communicator.group.handle
             for state, vector in self._compressed:
                 self._communicator.traffic.sent_bytes += self._compression.all_reduce(state, vector, group)
-        self._owner.apply([(self._buffer.state, factor)], rate, alone=True)
+        self._owner.apply([(self._buffer.state, factor)], rate, alone=True, version=version)
 
 
 @final
@@ -133,6 +136,7 @@ class ModelParallelUpdate(Update):
         self._buffer, self._state, self._sync = buffer, shard.state, sync
         self._moves = isinstance(policy.delta, Change)
         self._clip_norm = None if self._moves else program.clip_norm
+        self._fragments = fragments_of(policy.delta, shard.full_layout, shard.state.layout)
         self.reduced_vectors = []
         if shard.state.parameters:
             rule, schedule = update_rule(program, policy)
@@ -142,7 +146,7 @@ class ModelParallelUpdate(Update):
         self.handoff = GradientHandoff() if in_place and self.optimizer and self.optimizer.has_kernel else None
         """Takes the gradients, tensor by tensor; None: they are written into the buffer."""
 
-    def apply(self, factor: float, rate: float) -> None:
+    def apply(self, factor: float, rate: float, version: Version) -> None:
         if self._clip_norm is not None:
             factor *= clip_scale(self._sync.square * factor**2, self._clip_norm)
         factor = -factor if self._moves else factor
@@ -150,7 +154,8 @@ class ModelParallelUpdate(Update):
         if self.optimizer is not None and self.handoff is not None:
             self.optimizer.step_by_tensor(self.handoff.gradients, rate, weight=factor)
         elif self.optimizer is not None and self.optimizer.has_kernel:
-            self.optimizer.step(gradients, rate, weight=factor)
+            slices = self._fragments[version % len(self._fragments)] if self._fragments else None
+            self.optimizer.step(gradients, rate, weight=factor, slices=slices)
         elif self.optimizer is not None:
             torch._foreach_mul_(gradients, factor)
             self.optimizer.step(gradients, rate)

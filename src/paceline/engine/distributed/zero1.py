@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.partitioning import cut_at_borders
+from paceline.core.types import Version
 from paceline.engine.distributed.reduce_buffer import ReduceBuffer
 from paceline.engine.distributed.update import ShardState, Update, clip_across_ranks
 from paceline.engine.spmd.communicator import Communicator
@@ -221,7 +222,8 @@ class ZeroOptimizer(Update):
         self.shared_entries = {id(entry) for piece in shared for entry in piece.block.entries}
         """Identities of the entries of slices that all ranks of the group step on."""
 
-    def apply(self, factor: float, rate: float) -> None:
+    def apply(self, factor: float, rate: float, version: Version) -> None:
+        del version
         group = self._group
         if group is not None:
             for work in [partition.begin_reduce_scatter(group) for partition in self._partitions]:

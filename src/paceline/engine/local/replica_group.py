@@ -203,7 +203,7 @@ class ShardIO:
                 f"replica {label(self._place)} was sent version {version} of A, but read {before} and then {after} in "
                 f"buffer {buffer}: all parts of a replica must read one version; this is a defect of paceline"
             )
-        self._version = after
+        self._version = self._state.version = after
         if reset:
             self._reset()
         self.inner.adopt(self._state)

@@ -202,7 +202,8 @@ class SharedMemoryServer:
             slots = [(a.replica, slot, weight) for a, slot, _, weight in held]
             self._parallel.apply(slots, action.rate, (self.versions.current, destination), idle)
         elif estimator is None:
-            owner.apply(deltas, action.rate, alone=action.alone, out=self._arena.version(destination))
+            out = self._arena.version(destination)
+            owner.apply(deltas, action.rate, alone=action.alone, out=out, version=self.version)
         else:
             pairs = zip(held, deltas, strict=True)
             seen = [

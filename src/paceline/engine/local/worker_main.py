@@ -169,7 +169,9 @@ class SharedMemoryClient(GrantedClient):
         if self._in_place:
             return self._arena.version(0)
         state = self._arena.mapped.get(f"readonly {self.grant.buffer}")
-        return state if state is not None else self._arena.readonly_version(self.grant.buffer)
+        state = state if state is not None else self._arena.readonly_version(self.grant.buffer)
+        state.version = self.grant.version
+        return state
 
     def delta_buffer(self) -> FlatState:
         if self._in_place:

@@ -126,7 +126,8 @@ class RayExecutor:
         self.before_change()
         began = time.monotonic_ns()
         deltas = [(self.undecided.pop((a.replica, a.clock)), weight) for a, weight in action.deltas]
-        self.owner.apply(deltas, action.rate, alone=action.alone, out=self.owner.state.layout.new())
+        destination = self.owner.state.layout.new()
+        self.owner.apply(deltas, action.rate, alone=action.alone, out=destination, version=self.version)
         self.version += 1
         ended = time.monotonic_ns()
         self.statistics.applied((ended - began) * 1e-9)

@@ -166,6 +166,7 @@ class RayClient(GrantedClient):
             return False
         self._state = messages.state_of(self._layout, arrays)
         self.attempt, self._batches, self._version = grant
+        self._state.version = self._version
         self._done, self._under_way, self._last_contact_s = 0, True, time.monotonic()
         return True
 

@@ -226,6 +226,7 @@ class VirtualRun:
     def _shared_state(self) -> FlatState:
         if self._snapshot is None:
             self._snapshot = self._optimizer.state.clone()
+            self._snapshot.version = self._coordinator.version
         return self._snapshot
 
     def _trace(self, attempt: PendingDelta, waited_from: Seconds | None, times: AttemptTimes) -> None:
@@ -250,7 +251,8 @@ class VirtualRun:
         # Generators: each Δ is computed when it is added to the sum, and let go before the next one.
         seen = (self._take(arrival, weight) for arrival, weight in action.deltas)
         if self._estimator is None:
-            self._optimizer.apply(((s.delta, s.weight) for s in seen), action.rate, alone=action.alone)
+            deltas = ((s.delta, s.weight) for s in seen)
+            self._optimizer.apply(deltas, action.rate, alone=action.alone, version=self._coordinator.version)
         else:
             observed = self._estimator.through(seen, len(action.deltas))
             self._optimizer.apply(observed, action.rate, alone=action.alone)
