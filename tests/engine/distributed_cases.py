@@ -219,6 +219,20 @@ LOCAL_STEPS: dict[str, Case] = {
         {"epochs": 3},
     ),
     "fragments": Case(program(), "aggregation=local-steps:period=6,fragments=3,outer=nesterov", {"steps": 20}),
+    "overlapped": Case(program(), "aggregation=local-steps:period=4,overlap=2,outer=nesterov", {"steps": 18}),
+    "overlapped fragments": Case(
+        program(model=programs.batchnorm, train=programs.data(samples=48)),
+        "aggregation=local-steps:period=6,fragments=2,overlap=1",
+        {"steps": 20, "evaluate_every": 7},
+    ),
+    "overlapped and skipped": Case(
+        program(loss=with_holes),
+        "aggregation=local-steps:period=3,overlap=2",
+        {"steps": STEPS, "on_nonfinite": "skip"},
+    ),
+    "overlapped and shorter": Case(
+        program(), "aggregation=local-steps:period=5,overlap=4", {"steps": 60, "loop": short_loop}
+    ),
     "local running means": Case(
         program(model=programs.batchnorm, train=programs.data(samples=48)), "aggregation=local-steps:period=2"
     ),

@@ -60,7 +60,7 @@ CASES = {
         ("replicas=2 compression=top-k:ratio=0.2", "sgd"),
         ("replicas=2 compression=powersgd:rank=1", "adamw"),
         ("replicas=2 aggregation=local-steps:period=2,outer=nesterov", "adamw"),
-        ("replicas=2 aggregation=local-steps:period=4,fragments=2,outer=nesterov", "adamw"),
+        ("replicas=2 aggregation=local-steps:period=4,fragments=2,overlap=1,outer=nesterov", "adamw"),
     ],
     4: [
         ("replicas=2 stages=2 cuts=4 micro_batches=2", "nadam"),

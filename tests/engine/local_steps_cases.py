@@ -47,5 +47,9 @@ CASES = {
         "replicas=2 stages=2 micro_batches=2 aggregation=local-steps:period=4,fragments=4,outer=momentum", program()
     ),
     "fragments in shards": Case("replicas=2 shards=2 aggregation=local-steps:period=4,fragments=2", program()),
+    "overlapped in stages": Case(
+        "replicas=2 stages=2 micro_batches=2 aggregation=local-steps:period=4,fragments=2,overlap=1", ADAPTIVE
+    ),
+    "overlapped in shards": Case("replicas=2 shards=2 aggregation=local-steps:period=3,overlap=2", program()),
     "both": Case("stages=2 shards=2 micro_batches=2 aggregation=local-steps:period=2", program()),
 }

@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, play: Play) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_do_what_virtual_time_says(folder: Path, name: str) -> None:
     virtual = CASES[name].run("virtual")
-    bound = NORMALISED if "clipped" in name else ROUNDING
+    bound = NORMALISED if CASES[name].program.clip_norm is not None else ROUNDING
     for state, updates, loss in kept(folder, name, RANKS):
         assert updates == virtual.summary["updates"]
         assert loss == pytest.approx(virtual.summary["train_loss"], abs=bound)

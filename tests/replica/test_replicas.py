@@ -16,6 +16,7 @@ from paceline.core.delta import Keep, Mix, Replace
 from paceline.replica.base import EMPTY, Batch
 from paceline.replica.flat_state import FlatLayout, FlatState, finite, read
 from paceline.replica.local_sgd import LocalSGD, WritesInPlace
+from paceline.replica.own_parameters import Exchange
 from paceline.replica.single import Autograd, Single, step_seed
 from tests import oracle
 from tests.engine import programs
@@ -124,7 +125,7 @@ def test_own_steps(optimizer: Any, rule: Any, alpha: float, distance: bool) -> N
     """Two rounds of two steps, between which A has moved elsewhere."""
     program = programs.program(optimizer=optimizer, clip_norm=0.5)
     mine, state = autograd(program)
-    replica, plain = LocalSGD(program, mine, rule, distance=distance), oracle.Plain(program)
+    replica, plain = LocalSGD(program, mine, Exchange(rule), distance=distance), oracle.Plain(program)
     out = state.layout.new()
     for round_ in range(2):
         replica.adopt(state)
@@ -144,7 +145,7 @@ def test_own_steps(optimizer: Any, rule: Any, alpha: float, distance: bool) -> N
 def test_own_steps_begin_anew_after_what_is_not_finite() -> None:
     program = programs.program(optimizer=functools.partial(Adam, lr=0.01))
     mine, state = autograd(program)
-    replica = LocalSGD(program, mine, Mix(0.5), distance=True)
+    replica = LocalSGD(program, mine, Exchange(Mix(0.5)), distance=True)
     out = state.layout.new()
     replica.adopt(state)
     good = batch(program, 1, 2)

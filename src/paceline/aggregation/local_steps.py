@@ -5,7 +5,7 @@ from typing import Any, final
 
 from paceline.aggregation.base import Aggregation, Arrival, Combine, Decision, Need
 from paceline.aggregation.synchronous import Synchronous
-from paceline.core.delta import Change, Delta, Gradient
+from paceline.core.delta import Adopt, Change, Delta, Gradient, Mix, Replace
 from paceline.core.errors import InputError, check_bool, check_int, check_number, check_positive
 from paceline.core.registry import declare, register
 from paceline.core.types import LeaveReason, ReplicaId
@@ -65,6 +65,8 @@ class LocalSteps(Aggregation[Any]):
         over: the policy that decides; any that takes gradients.
         outer: None: A += rate · Σ weight·Δ; or the optimizer that takes -Σ weight·Δ for a gradient.
         fragments: parts of A that are exchanged in turn; a divisor of the period.
+        overlap: own steps that a replica makes while what it has sent is summed, before it takes over the new A: each
+            parameter becomes the mean of its own and of A's. Below the steps from one exchange to the next.
 
     Raises:
         InputError: period < 1; a policy under ``over`` with a Δ of its own, or, with several fragments, by which not
@@ -75,6 +77,7 @@ class LocalSteps(Aggregation[Any]):
     over: Aggregation[Any] = field(default_factory=Synchronous)
     outer: Outer | None = None
     fragments: int = 1
+    overlap: int = 0
 
     def __post_init__(self) -> None:
         check_int("local-steps:period", self.period, least=1)
@@ -97,10 +100,21 @@ class LocalSteps(Aggregation[Any]):
                 f"fragments={self.fragments}: under over={self.over} replicas would each exchange another part of A; "
                 "write over=synchronous, or fragments=1."
             )
+        each = self.period // self.fragments
+        check_int("local-steps:overlap", self.overlap, least=0)
+        if self.overlap >= each:
+            raise InputError(
+                f"overlap={self.overlap}: the next exchange begins after {each} steps, before the last one was taken "
+                f"over; write overlap={each - 1} or less."
+            )
 
     @property
     def delta(self) -> Delta:
-        return Change(self.period // self.fragments, self.fragments)
+        return Change(self.period // self.fragments, self.fragments, self.overlap)
+
+    @property
+    def adopt(self) -> Adopt:
+        return Mix(0.5) if self.overlap else Replace()
 
     @property
     def needs(self) -> frozenset[Need]:

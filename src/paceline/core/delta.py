@@ -26,6 +26,8 @@ class Change:
 
     steps: int
     fragments: int = 1
+    overlap: int = 0
+    """Own steps after which the replica takes A over: they are made while it is summed."""
 
 
 @dataclass(frozen=True, slots=True)

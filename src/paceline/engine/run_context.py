@@ -25,7 +25,8 @@ from paceline.program import Data, Program, is_source, length
 from paceline.replica.base import Batch, Replica, micro_steps
 from paceline.replica.batches import BatchSource
 from paceline.replica.flat_state import FlatLayout, FlatState, read
-from paceline.replica.local_sgd import LocalSGD, WritesInPlace, fragments_of
+from paceline.replica.local_sgd import LocalSGD, WritesInPlace
+from paceline.replica.own_parameters import Exchange
 from paceline.replica.single import NO_RECORDER, Autograd, Single, step_seed
 from paceline.strategy import Strategy
 from paceline.trace.recorder import AnyRecorder
@@ -148,8 +149,8 @@ class RunContext:
             return WritesInPlace(self.job.program, autograd)
         if isinstance(self.delta, (Gradient, Accumulated)):
             return Single(autograd, micro_steps(self.delta), measure_micro_steps=self.job.noise_scale)
-        distance, fragments = isinstance(self.delta, Distance), fragments_of(self.delta, layout, layout)
-        return LocalSGD(self.job.program, autograd, self.policy.adopt, distance=distance, fragments=fragments)
+        exchange = Exchange.of(self.delta, self.policy.adopt, layout, layout)
+        return LocalSGD(self.job.program, autograd, exchange, distance=isinstance(self.delta, Distance))
 
     def device(self, replica: ReplicaId) -> str:
         """Return the device that a replica computes on; GPUs are assigned round robin."""

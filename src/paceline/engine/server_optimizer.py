@@ -19,10 +19,10 @@ from paceline.engine.run_state import ResumePoint
 from paceline.program import Program
 from paceline.replica.flat_optimizer import FlatOptimizer, clip
 from paceline.replica.flat_state import FlatLayout, FlatState
-from paceline.replica.local_sgd import fragments_of
 from paceline.replica.noise_estimator import NoiseEstimator, Preconditioner
 from paceline.replica.optimizer_kernels import StepKernel
 from paceline.replica.optimizer_state import whole_chunks
+from paceline.replica.own_parameters import fragments_of
 
 # Names of the last update begin so.
 _LAST = "delta/last/"

@@ -1,22 +1,21 @@
 """Replicas with an optimizer of their own, which make some steps before they push: local SGD, elastic SGD, Hogwild."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, final
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.checkpoint.base import TensorChunk
 from paceline.checkpoint.reader import TensorSource
-from paceline.core.delta import Adopt, Change, Delta, Keep, Mix
 from paceline.core.types import Clock
 from paceline.program import Program
 from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.flat_optimizer import FlatOptimizer, clip, clip_by_square, optimizer_of_part, square_norm
-from paceline.replica.flat_state import FlatLayout, FlatState, finite, fragment_slices
+from paceline.replica.flat_state import FlatLayout, FlatState, finite
 from paceline.replica.optimizer_state import whole_chunks
+from paceline.replica.own_parameters import Exchange, OwnParameters
 from paceline.replica.single import Autograd
 
 
@@ -94,45 +93,6 @@ class _SteppingReplica(Replica):
         return Measured(loss, self._samples, finite(out.parameters, loss))
 
 
-class OwnParameters:
-    """Parameters x that a replica keeps from Δ to Δ, and the A that it has read last.
-
-    Args:
-        state: A, the first x.
-        rule: what x becomes when another A is sent.
-        fragments: slices of A's vectors that are exchanged in turn; empty: all of A is at once.
-    """
-
-    def __init__(self, state: FlatState, rule: Adopt, fragments: Sequence[Sequence[slice]]) -> None:
-        self.state, self._read = state.clone(), state.clone()
-        self.version = state.version
-        """Of that A."""
-        self._rule, self._fragments = rule, fragments
-
-    def take_over(self, state: FlatState) -> None:
-        """Move x towards A, where it has changed since the last one."""
-        count, own = len(self._fragments), self.state
-        if not count:
-            mix(own.parameters, state.parameters, self._rule)
-        for version in range(max(self.version, state.version - count), state.version) if count else ():
-            slices = self._fragments[version % count]
-            mix(_cut(own.parameters, slices), _cut(state.parameters, slices), self._rule)
-        if not isinstance(self._rule, Keep):
-            for vector, source in zip(own.buffers, state.buffers, strict=True):
-                vector.copy_(source)
-        self._read.copy_(state)
-        self.version = state.version
-
-    def subtract_read(self, out: FlatState) -> None:
-        """Make of a copy of x in ``out`` how far it has moved from A, in the fragment that is exchanged next."""
-        if out.parameters:
-            torch._foreach_sub_(out.parameters, self._read.parameters)
-        if self._fragments:
-            for vector, own in zip(out.parameters, self._fragments[self.version % len(self._fragments)], strict=True):
-                vector[: own.start].zero_()
-                vector[own.stop :].zero_()
-
-
 @final
 class LocalSGD(_SteppingReplica):
     """Steps its own parameters x, and sends how far they moved (LocalSteps) or x itself (elastic averaging).
@@ -142,33 +102,46 @@ class LocalSGD(_SteppingReplica):
     Args:
         program: gives loss, optimizer and scheduler.
         autograd: computes gradients.
-        adopt: the new x when an A is sent: A itself, a mixture, or x as it was.
+        exchange: how x and A meet.
         distance: False: Δ = x - x_read (:class:`~paceline.aggregation.base.Change`); True: x itself, from which the
             server subtracts its A of that moment (:class:`~paceline.aggregation.base.Distance`).
-        fragments: slices of A's vectors that are exchanged in turn; empty: all of A is at once.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        autograd: Autograd,
-        adopt: Adopt,
-        *,
-        distance: bool,
-        fragments: Sequence[Sequence[slice]] = (),
-    ) -> None:
+    def __init__(self, program: Program, autograd: Autograd, exchange: Exchange, *, distance: bool) -> None:
         super().__init__(program, autograd)
-        self._rule, self._distance, self._fragments = adopt, distance, fragments
+        self.exchange, self._distance = exchange, distance
         self._own: OwnParameters | None = None
 
     def adopt(self, state: FlatState) -> None:
         if self._own is None:
-            self._own = OwnParameters(state, self._rule, self._fragments)
+            self._own = OwnParameters(state, self.exchange)
             self._begin(self._own.state)
         else:
-            self._own.take_over(state)
+            self._own.send(state)
+            if not self.exchange.overlap:
+                self._own.take_over()
         self._autograd.bind(self._own.state)
         self._losses, self._samples = 0.0, 0
+
+    def advance(self, batch: Batch, clock: Clock) -> float:
+        assert self._own is not None, "advance before adopt"
+        if self._own.due():
+            self._take_over(self._own)
+        return super().advance(batch, clock)
+
+    def _take_over(self, own: OwnParameters) -> None:
+        """Take over an A that was sent some steps ago."""
+        self._write_back(own)
+        own.take_over()
+        self._autograd.bind(own.state)
+
+    def _write_back(self, own: OwnParameters) -> None:
+        """Have x in the host's memory as it is, buffers included."""
+        with torch.no_grad():
+            if not self._autograd.on_cpu:
+                torch._foreach_copy_(own.state.views.parameters, [p.detach() for p in self._autograd.parameters])
+            if own.state.buffers:
+                self._autograd.write_buffers(own.state)
 
     def chunks(self) -> list[TensorChunk]:
         """Return its own parameters, buffers and optimizer state, between two Δs; none before the first A."""
@@ -186,24 +159,23 @@ class LocalSGD(_SteppingReplica):
         """Go on from a checkpoint; ``saved`` is what :meth:`state_json` returned, and ``layout`` that of A."""
         own = layout.new()
         source.read_into(whole_chunks(own))
-        self._own = OwnParameters(own, self._rule, self._fragments)
+        self._own = OwnParameters(own, self.exchange)
         self._own.version = saved.get("version", 0)
         self._begin(self._own.state)
         if self._flat_optimizer is not None:
             self._flat_optimizer.restore(saved, source)
 
     def finish(self, out: FlatState) -> Measured:
-        assert self._own is not None, "finish before adopt"
-        own = self._own.state
+        own = self._own
+        assert own is not None, "finish before adopt"
+        if own.behind:  # fewer steps than the overlap
+            self._take_over(own)
         with torch.no_grad():
             torch._foreach_copy_(out.views.parameters, [p.detach() for p in self._autograd.parameters])
             if not self._distance:
-                self._own.subtract_read(out)
+                own.subtract_read(out)
             self._autograd.write_buffers(out)
-            if not self._autograd.on_cpu:
-                torch._foreach_copy_(own.views.parameters, [p.detach() for p in self._autograd.parameters])
-            if own.buffers:
-                self._autograd.write_buffers(own)
+        self._write_back(own)
         measured = self._measured(out)
         if not measured.finite:  # its own optimizer has that step in its state, too
             self._own = None
@@ -221,9 +193,8 @@ class ShardedLocalSGD(Replica):
         layout: of this worker's part.
         counted: the names of the parameters that count here in the norm of the gradient.
         summed: a number -> its sum over the workers of the replica, which all ask for it together.
-        rule: what the parameters become when an A is sent.
+        exchange: how the parameters and A meet.
         distance: whether the parameters are sent, not how far they have moved.
-        fragments: slices of the layout's vectors that are exchanged in turn; empty: all are at once.
     """
 
     def __init__(
@@ -234,13 +205,12 @@ class ShardedLocalSGD(Replica):
         layout: FlatLayout,
         counted: Collection[str],
         summed: Callable[[float], float],
-        rule: Adopt,
+        exchange: Exchange,
         *,
         distance: bool,
-        fragments: Sequence[Sequence[slice]] = (),
     ) -> None:
         self._program, self._inner, self._whole = program, inner, whole
-        self._summed, self._rule, self._distance, self._fragments = summed, rule, distance, fragments
+        self._summed, self.exchange, self._distance = summed, exchange, distance
         self._gradient = layout.new()
         views = zip(layout.parameter_names, self._gradient.views.parameters, strict=True)
         self._counted = [view for name, view in views if name in counted]
@@ -254,17 +224,21 @@ class ShardedLocalSGD(Replica):
 
     def adopt(self, state: FlatState) -> None:
         if self._own is None:
-            self._own = OwnParameters(state, self._rule, self._fragments)
+            self._own = OwnParameters(state, self.exchange)
             program, self._optimizer = self._program, None
             if state.parameters:
                 make = optimizer_of_part(program.optimizer, self._whole, state.layout)
                 self._optimizer = FlatOptimizer(make, program.scheduler, self._own.state, self._gradient)
         else:
-            self._own.take_over(state)
+            self._own.send(state)
+            if not self.exchange.overlap:
+                self._own.take_over()
         self._losses, self._samples = 0.0, 0
 
     def advance(self, batch: Batch, clock: Clock) -> float:
         assert self._own is not None, "advance before adopt"
+        if self._own.due():
+            self._own.take_over()
         if not batch.samples:
             return math.nan
         self._inner.adopt(self._own.state)
@@ -283,6 +257,7 @@ class ShardedLocalSGD(Replica):
 
     def finish(self, out: FlatState) -> Measured:
         assert self._own is not None, "finish before adopt"
+        self._own.take_over()  # there were fewer steps than the overlap
         out.copy_(self._own.state)
         if not self._distance:
             self._own.subtract_read(out)
@@ -337,33 +312,3 @@ class WritesInPlace(_SteppingReplica):
         if not self._samples:
             return Measured(math.nan, 0, True)
         return Measured(self._losses / self._samples, self._samples, not self._refused)
-
-
-def mix(own: Sequence[Tensor], sent: Sequence[Tensor], rule: Adopt) -> None:
-    """Move vectors of x towards those of the A that was sent, as the rule says."""
-    if isinstance(rule, Keep):
-        return
-    alpha = rule.alpha if isinstance(rule, Mix) else 1.0
-    with torch.no_grad():
-        for vector, source in zip(own, sent, strict=True):
-            if alpha == 1.0:  # exact, where x + (A - x) rounds
-                vector.copy_(source)
-            else:
-                vector.add_(source - vector, alpha=alpha)
-
-
-def fragments_of(delta: Delta, whole: FlatLayout, layout: FlatLayout) -> list[list[slice]]:
-    """Return the slices of a layout's vectors that are exchanged in turn; none where all are at once.
-
-    Args:
-        delta: kind of Δ.
-        whole: layout of A.
-        layout: of A, or of a part of it.
-    """
-    if not isinstance(delta, Change) or delta.fragments == 1:
-        return []
-    return fragment_slices(whole, layout, delta.fragments)
-
-
-def _cut(vectors: Sequence[Tensor], slices: Sequence[slice]) -> list[Tensor]:
-    return [vector[each] for vector, each in zip(vectors, slices, strict=True)]

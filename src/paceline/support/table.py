@@ -186,6 +186,11 @@ TABLE: tuple[Row, ...] = (
         f"for later; leave it out, or {_RESTART}",
     ),
     Row(
+        lambda c: _alone(c) and isinstance(c.policy.delta, Change) and c.policy.delta.overlap > 0,
+        "on_death={on_death} makes a round again, which under aggregation={policy} is under way while others compute; "
+        "leave overlap out, or write on_death='stop'",
+    ),
+    Row(
         lambda c: _alone(c) and c.device != "cpu",
         "on_death={on_death} breaks collectives off, which is built for CPUs alone, not for device={s.device}; write "
         f"device=cpu, or {_RESTART}",

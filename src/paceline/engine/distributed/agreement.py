@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -89,14 +89,19 @@ class DivergenceCheck:
         """Version at the newest comparison."""
         self._useful = len(set(parts)) < len(parts)
 
-    def check_if_due(self, version: Version) -> None:
+    def check_if_due(self, version: Version, settle: Callable[[], None]) -> None:
         """Compare after every so many updates; all ranks call it together.
+
+        Args:
+            version: of A.
+            settle: makes the newest update, which may be under way.
 
         Raises:
             PacelineError: ranks differ.
         """
         if self._useful and version // COMPARED_EVERY > self.compared // COMPARED_EVERY:
             self.compared = version
+            settle()
             self._check(version)
 
     def _check(self, version: Version) -> None:

@@ -149,12 +149,14 @@ class AllReduceClient(RankClient, GradientSink):
         kept = [v.clone() for v in state.vectors] if coordinator.may_repeat else []
         self._exchange(StatusKind.delta, measured)
         while not coordinator.over and self._replica in coordinator.decisions.waiting:  # another Δ is computed anew
+            coordinator.settle()
             torch._foreach_copy_(state.vectors, kept)
             self._exchange(StatusKind.delta, measured)
 
     def leave(self) -> None:
         """Take part in the remaining exchanges of the other replicas, after the loop has ended."""
         while not self._coordinator.over:
+            self._coordinator.settle()
             self._buffer.zero()
             self._norm = self._norm and DeltaNorm()
             present = self._replica in self._coordinator.decisions.present
@@ -203,7 +205,7 @@ class AllReduceClient(RankClient, GradientSink):
         if not statuses[self._replica].finite:
             context.shard.forget()
         context.metrics.spent("apply", updating, step)
-        context.divergence.check_if_due(coordinator.decisions.version)
+        context.divergence.check_if_due(coordinator.decisions.version, coordinator.settle)
         if not coordinator.decisions.waiting:  # a replica that waits has a Δ that no checkpoint would have
             context.checkpointer.save_if_due(coordinator.now, busy=any(status.saving for status in statuses))
         if context.survival is not None and any(status.joining for status in statuses) and not coordinator.over:

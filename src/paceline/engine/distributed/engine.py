@@ -186,6 +186,8 @@ class DistributedRun:
             self._checkpointer = self._new_checkpointer()
             self._coordinator.before_change = self._checkpointer.settle
             self._closing.callback(self._checkpointer.close)
+            if shard.takes_over is not None:
+                shard.takes_over.ready = coordinator.settle
             client, worker = self._client_and_worker(replica)
             self._begin()
             with batchnorm_over(shard.batchnorm_group):
@@ -226,6 +228,7 @@ class DistributedRun:
             return context.gather(value, "the others' checkpoint")
 
         def take() -> Snapshot:
+            coordinator.settle()
             held = self._shard.held()
             # Compression changes residuals with the next Δ, BatchNorm its running buffers and a replica what is its own
             # with the next forward pass.

@@ -18,7 +18,7 @@ from paceline.engine.distributed.held_tensors import HeldTensors, PartChunks, am
 from paceline.engine.distributed.kept_residuals import KeptResiduals
 from paceline.engine.distributed.norms import DeltaNorms, NoiseObserver
 from paceline.engine.distributed.overlap import Overlap, build_overlap
-from paceline.engine.distributed.reduce_buffer import GradientSync, ModelParallelSync, ReduceBuffer
+from paceline.engine.distributed.reduce_buffer import GradientSync, ModelParallelSync, ReduceBuffer, Turns
 from paceline.engine.distributed.sync_batchnorm import BatchNormGroup, SynchronisedBatchNorm
 from paceline.engine.distributed.update import ModelParallelUpdate, ReplicatedUpdate, ShardState, Update
 from paceline.engine.distributed.zero1 import ZeroOptimizer, pays
@@ -30,8 +30,9 @@ from paceline.engine.spmd.rank_context import RankSetup, SubGroup, holders
 from paceline.engine.spmd.tensor_parallel_rank import TensorParallelRank
 from paceline.replica.base import Replica, micro_steps
 from paceline.replica.flat_state import FlatLayout, FlatState, read
-from paceline.replica.local_sgd import KeepsState, LocalSGD, fragments_of
+from paceline.replica.local_sgd import KeepsState, LocalSGD
 from paceline.replica.noise_estimator import Preconditioner
+from paceline.replica.own_parameters import Exchange
 from paceline.replica.pipeline.async_stage import AsyncStage
 from paceline.replica.pipeline.pipelined import Pipelined
 from paceline.replica.single import Autograd, handoff_pays
@@ -72,6 +73,8 @@ class RankShard(ABC):
     """None: the gradient noise scale is not measured."""
     own: KeepsState | None = None
     """The replica, once it is built, where it keeps a state of its own from Δ to Δ that checkpoints have."""
+    takes_over: Exchange | None = None
+    """How its parameters and A meet, where it has parameters of its own."""
     forget: Callable[[], None] = staticmethod(lambda: None)
     """Has the replica begin anew with the next A, for its Δ was not finite."""
 
@@ -142,10 +145,8 @@ class WholeModelShard(RankShard):
             overlaps &= strategy.accumulate == 1 and strategy.device == "cpu"
         self.overlap = build_overlap(job, setup.context, setup.backend, self.reduce_buffer) if overlaps else None
         vectors = update.reduced_vectors if self.overlap is None else self.reduce_buffer.tails()
-        fragments = fragments_of(setup.run_context.delta, setup.layout, setup.layout)
-        self.status_sync = GradientSync(
-            self.reduce_buffer, vectors, world.rank, communicator, self.contribution, fragments
-        )
+        turns = Turns.of(setup.run_context.delta, setup.layout, setup.layout)
+        self.status_sync = GradientSync(self.reduce_buffer, vectors, world.rank, communicator, self.contribution, turns)
 
     def _build_update(self) -> Update:
         setup, job, world = self._setup, self._setup.run_context.job, self._setup.context.world
@@ -170,7 +171,8 @@ class WholeModelShard(RankShard):
         context, rank, module = self._setup.run_context, self.coordinate.replica, self._setup.module
         if self.fsdp is None:
             replica = context.replica(rank, module, self._setup.layout, recorder)
-            self.own = replica if isinstance(replica, LocalSGD) else None
+            if isinstance(replica, LocalSGD):
+                self.own, self.takes_over = replica, replica.exchange
             return replica
         autograd = Autograd(context.job.program, module, self.state.layout, rank, context.device(rank), recorder)
         return FsdpReplica(autograd, self.fsdp, weight)
@@ -240,7 +242,13 @@ class ModelParallelShard(RankShard):
         clipped = counted if job.program.clip_norm is not None and not local_sgd else ()
         combined = None if norms is None else norms.combined
         sync = ModelParallelSync(
-            setup, buffer, buffer.vectors, clipped, peers, combined=combined, fragments=ranks.fragments
+            setup,
+            buffer,
+            buffer.vectors,
+            clipped,
+            peers,
+            combined=combined,
+            turns=Turns.of(policy.delta, ranks.whole, ranks.layout),
         )
         # Without a sum over replicas, gradients of a tensor-parallel rank may stay where autograd wrote them.
         by_tensor = isinstance(ranks, TensorParallelRank) and ranks.mesh.replicas == 1 and norms is None
@@ -262,7 +270,7 @@ class ModelParallelShard(RankShard):
         if context.local_sgd:
             self.worker = ranks.worker(1, recorder)
             stepping = ranks.stepping(self.worker, self._summed)
-            self.forget = stepping.forget
+            self.forget, self.takes_over = stepping.forget, stepping.exchange
             return stepping
         handoff = self.update.handoff if isinstance(self.update, ModelParallelUpdate) else None
         self.worker = ranks.worker(micro_steps(context.delta), recorder, handoff)

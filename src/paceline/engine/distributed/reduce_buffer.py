@@ -26,11 +26,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from paceline.core.delta import Change, Delta
 from paceline.core.types import Clock, Nanoseconds, Version
 from paceline.engine.spmd.communicator import Communicator
 from paceline.engine.spmd.rank_context import RankSetup
 from paceline.replica.flat_optimizer import square_norm
 from paceline.replica.flat_state import FlatLayout, FlatState
+from paceline.replica.own_parameters import fragments_of
 
 # Bits of one digit of an integer: a float32 represents integers of 24 bits exactly.
 BITS = 22
@@ -220,10 +222,10 @@ class ReduceBuffer:
         self._counters = [b for b in buffers if not b.is_floating_point()]
         self._parameters = {block.dtype: block.elements for block in layout.parameters}
 
-    def vectors_with(self, slices: Sequence[slice]) -> list[Tensor]:
-        """Return these slices of Δ, the running buffers and the table: views of the buffer."""
-        cut = [vector[each] for vector, each in zip(self.state.parameters, slices, strict=True)]
-        return [*(vector for vector in cut if len(vector)), *self.tails()]
+    def cut(self, slices: Sequence[slice]) -> list[Tensor]:
+        """Return these slices of Δ; views of the buffer."""
+        cut = (vector[each] for vector, each in zip(self.state.parameters, slices, strict=True))
+        return [vector for vector in cut if len(vector)]
 
     def tails(self, last: Mapping[torch.dtype, int] | None = None) -> list[Tensor]:
         """Return the running buffers and the table, and the last so many elements of Δ of a dtype."""
@@ -272,6 +274,66 @@ def of_step(step: Clock) -> str:
     return f"the all-reduce of its step {step}"
 
 
+class Turns:
+    """Sums of Δ a fragment at a time, or while training goes on.
+
+    Args:
+        layout: of Δ.
+        fragments: slices of its vectors that are summed in turn; empty: all of them are each time.
+        overlapped: whether :meth:`sum` returns before Δ is summed, and :meth:`settle` waits for it.
+    """
+
+    def __init__(self, layout: FlatLayout, fragments: Sequence[Sequence[slice]], *, overlapped: bool) -> None:
+        self._fragments = fragments or [[slice(None)] * len(layout.parameters)]
+        self.overlapped = overlapped
+        self._wait: Callable[[], None] | None = None
+
+    @classmethod
+    def of(cls, delta: Delta, whole: FlatLayout, layout: FlatLayout) -> "Turns | None":
+        """Return those of a kind of Δ; None: it is summed whole, with the rest.
+
+        Args:
+            delta: the kind.
+            whole: layout of A.
+            layout: of A, or of this rank's part of it.
+        """
+        if not isinstance(delta, Change) or (delta.fragments == 1 and not delta.overlap):
+            return None
+        return cls(layout, fragments_of(delta, whole, layout), overlapped=bool(delta.overlap))
+
+    def sum(
+        self,
+        communicator: Communicator,
+        buffer: ReduceBuffer,
+        contribution: ReduceBuffer | None,
+        version: Version,
+        description: str,
+    ) -> None:
+        """Sum the fragment of this version over all ranks, or begin to, and all that is no part of Δ.
+
+        Args:
+            communicator: of the ranks.
+            buffer: this rank's; receives the sums.
+            contribution: of this rank, which stays as it is; None: the buffer itself.
+            version: of A, of which the Δs were made.
+            description: of the collective, in words that follow "waited for".
+        """
+        slices = self._fragments[version % len(self._fragments)]
+        vectors, tails = buffer.cut(slices), buffer.tails()
+        if self.overlapped:
+            communicator.all_reduce(tails, description)
+            self._wait = communicator.begin_all_reduce(vectors, description)
+            return
+        given = None if contribution is None else [*contribution.cut(slices), *contribution.tails()]
+        communicator.all_reduce([*vectors, *tails], description, given)
+
+    def settle(self) -> None:
+        """Return once what was begun is summed."""
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            wait()
+
+
 @dataclass
 class GradientSync:
     """The exchange of ranks that each have a replica.
@@ -282,7 +344,7 @@ class GradientSync:
         rank: of this process.
         communicator: of all ranks; None: there is one.
         contribution: of this rank, all of which is summed, and stays as it is; None: the buffer itself.
-        fragments: slices of Δ that are summed in turn; empty: all of ``vectors`` is.
+        turns: sums Δ; None: it is summed with the rest, all of it and at once.
     """
 
     buffer: ReduceBuffer
@@ -290,22 +352,21 @@ class GradientSync:
     rank: int
     communicator: Communicator | None
     contribution: ReduceBuffer | None = None
-    fragments: Sequence[Sequence[slice]] = ()
+    turns: Turns | None = None
 
     def exchange(self, status: RankStatus, step: Clock, version: Version = 0) -> list[RankStatus]:
-        """Return one status of each replica; the contributions of all ranks are then summed where they have to be."""
+        """Return one status of each replica; contributions are then summed where they have to be, or being summed."""
         own, norms = self.contribution or self.buffer, status.norm is not None
         table = own.table.zero_()
         row = torch.tensor(status.encode(), dtype=table.dtype)
         table[self.rank, : len(row)] = row
         own.set_counters(self.rank)
         if self.communicator is not None:
-            vectors, contributions = self.vectors, self.contribution.vectors if self.contribution is not None else None
-            if self.fragments:
-                slices = self.fragments[version % len(self.fragments)]
-                vectors = self.buffer.vectors_with(slices)
-                contributions = self.contribution.vectors_with(slices) if self.contribution is not None else None
-            self.communicator.all_reduce(vectors, of_step(step), contributions)
+            if self.turns is not None:
+                self.turns.sum(self.communicator, self.buffer, self.contribution, version, of_step(step))
+            else:
+                contributions = self.contribution.vectors if self.contribution is not None else None
+                self.communicator.all_reduce(self.vectors, of_step(step), contributions)
         return [RankStatus.decode(each, norms=norms) for each in self.buffer.table[:, : len(row)].tolist()]
 
 
@@ -327,7 +388,7 @@ class ModelParallelSync:
         peers: the ranks of other replicas with the same part of A; None: there are none.
         contributes: whether this rank adds its Δ; of several ranks of a replica with the same Δ one does.
         combined: measures the squared norm of the sum of all Δs on this rank's elements; None: norms are not measured.
-        fragments: slices of Δ that are summed in turn; empty: all of ``vectors`` is.
+        turns: sums Δ; None: all of ``vectors`` is summed at once.
     """
 
     def __init__(
@@ -340,11 +401,11 @@ class ModelParallelSync:
         *,
         contributes: bool = True,
         combined: Callable[[], float] | None = None,
-        fragments: Sequence[Sequence[slice]] = (),
+        turns: Turns | None = None,
     ) -> None:
         self._mesh, self._rank, self._communicator = setup.mesh, setup.context.world.rank, setup.context.communicator
         self._buffer, self._vectors, self._peers = buffer, vectors, peers
-        self._contributes, self._combined, self._fragments = contributes, combined, fragments
+        self._contributes, self._combined, self.turns = contributes, combined, turns
         self._replica = self._mesh.coordinate(self._rank).replica
         self._replica_ranks = self._mesh.replica_ranks(self._replica)
         parameters = dict(zip(buffer.state.layout.parameter_names, buffer.state.views.parameters, strict=True))
@@ -362,11 +423,10 @@ class ModelParallelSync:
             self._buffer.set_counters(self._replica)
         else:
             self._buffer.zero()
-        if self._peers is not None:
-            vectors = self._vectors
-            if self._fragments:
-                vectors = self._buffer.vectors_with(self._fragments[version % len(self._fragments)])
-            self._peers.all_reduce(vectors, of_step(step))
+        if self._peers is not None and self.turns is not None:
+            self.turns.sum(self._peers, self._buffer, None, version, of_step(step))
+        elif self._peers is not None:
+            self._peers.all_reduce(self._vectors, of_step(step))
         if self._combined is not None and status.norm is not None and self._mesh.replicas > 1:
             status = status._replace(norm=status.norm._replace(combined=self._combined()))
 

@@ -11,6 +11,7 @@ the same on all ranks, so rank k mod P alone copies and evaluates snapshot k, af
 run (``until=``), rank 0 evaluates at once, and training time stands still until all ranks have the record.
 """
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -109,6 +110,9 @@ class ReplicatedCoordinator:
         self.now = self.loop.start_s
         """Training time at which the newest exchange was complete."""
         self.over = self.interrupted = False
+        self._turns = None if shard.status_sync is None else shard.status_sync.turns
+        self._update: Callable[[], None] | None = None
+        """The newest update, which is not made yet."""
         self.staged: Callable[[], None] | None = None
         """Makes of A what the update under way has made of it on a rank that has gone further; None: it is made."""
 
@@ -194,12 +198,14 @@ class ReplicatedCoordinator:
 
     def finish(self) -> None:
         """Count what is left as discarded, and have the last A evaluated unless its record is there."""
+        self.settle()
         self.decisions.finish()
         if self._job.budget.until is None or not self.loop.history.is_current(self.now):
             self.loop.evaluate_final(self.now)
 
     def _evaluate(self, now: Seconds) -> None:
         """Copy A to be evaluated after training; with a condition that ends it, evaluate it now, for all ranks."""
+        self.settle()
         info, world, queue = self.loop.history.snapshot(now), self._world, self._queue
         if self._job.budget.until is None:
             members = self._rank_context.members
@@ -230,9 +236,9 @@ class ReplicatedCoordinator:
     # --------------------------------------------------------------------------------- execution of decisions, in order
 
     def apply(self, action: Apply) -> None:
-        self.before_change()
         shard = self._shard
         if self.staged is not None:
+            self.before_change()
             self.staged()
             self.staged = None
             return
@@ -243,7 +249,18 @@ class ReplicatedCoordinator:
         shard.reduce_buffer.take_counters([a.replica for a, _ in action.deltas])
         if shard.noise is not None:
             shard.noise.applied(self._statuses, [(a.replica, w) for a, w in action.deltas], factor)
-        shard.update.apply(factor, action.rate, self.decisions.version)
+        self._update = functools.partial(shard.update.apply, factor, action.rate, self.decisions.version)
+        if self._turns is None or not self._turns.overlapped:
+            self.settle()
+
+    def settle(self) -> None:
+        """Make the newest update of A, unless it is made; its sum may have been under way until now."""
+        if self._turns is not None:
+            self._turns.settle()
+        update, self._update = self._update, None
+        if update is not None:
+            self.before_change()
+            update()
 
     def send(self, replica: ReplicaId, batches: BatchRange) -> None:
         self.attempts[replica] += 1

@@ -19,7 +19,7 @@ from paceline.engine.spmd.communicator import Communicator
 from paceline.program import Program
 from paceline.replica.flat_optimizer import FlatOptimizer, clip_by_square, clip_scale, optimizer_of_part, square_norm
 from paceline.replica.flat_state import FlatLayout, FlatState
-from paceline.replica.local_sgd import fragments_of
+from paceline.replica.own_parameters import fragments_of
 from paceline.replica.single import GradientHandoff
 
 

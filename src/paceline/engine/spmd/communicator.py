@@ -11,7 +11,7 @@ The first failure that reaches the store wins. A rank that has failed reports it
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -103,15 +103,25 @@ class Communicator:
             description: of the collective, in words that follow "waited for".
             contributions: of this rank, which stay as they are; None: the vectors.
         """
+        self.begin_all_reduce(vectors, description, contributions)()
+
+    def begin_all_reduce(
+        self, vectors: list[Tensor], description: str, contributions: Sequence[Tensor] | None = None
+    ) -> Callable[[], None]:
+        """Begin an :meth:`all_reduce`; return what waits until the vectors are the sums."""
         moved = [self.to_device(vector) for vector in vectors]
         # All are under way before the first wait, so that their latencies overlap.
         works = [self.start_all_reduce(*each) for each in zip(contributions or moved, moved, strict=True)]
-        for work in works:
-            self.wait(work, description)
-        for vector, result in zip(vectors, moved, strict=True):
-            if result is not vector:
-                vector.copy_(result)
         self.traffic.sent_bytes += sum(ring_bytes(v.nbytes, self.ranks) for v in vectors)
+
+        def wait() -> None:
+            for work in works:
+                self.wait(work, description)
+            for vector, result in zip(vectors, moved, strict=True):
+                if result is not vector:
+                    vector.copy_(result)
+
+        return wait
 
     def start_all_reduce(self, vector: Tensor, out: Tensor | None = None) -> Any:
         """Start an all-reduce of a vector on the backend's device; the caller waits, and counts the bytes.

@@ -20,8 +20,9 @@ from paceline.engine.spmd.rank_context import RankSetup, SubGroups, extended_tim
 from paceline.engine.spmd.shard_views import ShardViews, StageSharding, names_of_part, owned_names
 from paceline.replica.base import Replica
 from paceline.replica.flat_state import FlatLayout, FlatState, read
-from paceline.replica.local_sgd import ShardedLocalSGD, fragments_of
+from paceline.replica.local_sgd import ShardedLocalSGD
 from paceline.replica.module_utils import tensors_of
+from paceline.replica.own_parameters import Exchange
 from paceline.replica.pipeline.pipelined import Pipelined
 from paceline.replica.single import GradientHandoff
 from paceline.replica.tensor.optimizer_check import refuse_unless_elementwise
@@ -161,15 +162,9 @@ class ModelParallelRank(ABC):
             self.layout,
             counted,
             summed,
-            context.policy.adopt,
+            Exchange.of(context.delta, context.policy.adopt, self.whole, self.layout),
             distance=isinstance(context.delta, Distance),
-            fragments=self.fragments,
         )
-
-    @property
-    def fragments(self) -> list[list[slice]]:
-        """Return the slices of this rank's vectors that are exchanged in turn; none where all are at once."""
-        return fragments_of(self.run_context.delta, self.whole, self.layout)
 
     def counted(self, *, of_each_copy: bool) -> list[str]:
         """Return the parameters that this rank counts in the norm of Δ, if a norm is needed; each counts on one rank.
