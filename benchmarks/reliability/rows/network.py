@@ -5,12 +5,12 @@ import random
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from injector import Begun, Trainee, inject, trainee, until
+from kit.hosts import address, hosts
 
 from rows.contract import Outcome, row, times
 
@@ -83,34 +83,8 @@ def _between(steps: list[Begun], since_s: float, until_s: float) -> int:
 
 def _route(names: list[str], inside: int, to: int, verb: str) -> None:
     """Lose what a host sends to another, or no longer; a route into nothing is silent."""
-    words = ["ip", "-n", names[inside], "route", verb, "blackhole", f"10.78.0.{to + 1}/32"]
+    words = ["ip", "-n", names[inside], "route", verb, "blackhole", f"{address(to)}/32"]
     subprocess.run(words, check=False, capture_output=True, timeout=20)
-
-
-@contextlib.contextmanager
-def hosts(count: int) -> Iterator[list[str]]:
-    """Context manager: network namespaces that a bridge in another one joins."""
-    key = uuid.uuid4().hex[:6]
-    bridge, names = f"pl-{key}", [f"pl-{key}-{i}" for i in range(count)]
-    try:
-        for name in (bridge, *names):
-            _ip("netns", "add", name)
-        _ip("-n", bridge, "link", "add", "br0", "type", "bridge")
-        _ip("-n", bridge, "link", "set", "br0", "up")
-        for i, name in enumerate(names):
-            _ip("-n", bridge, "link", "add", f"v{i}", "type", "veth", "peer", "name", "eth0", "netns", name)
-            _ip("-n", bridge, "link", "set", f"v{i}", "master", "br0", "up")
-            _ip("-n", name, "address", "add", f"10.78.0.{i + 1}/24", "dev", "eth0")
-            for interface in ("eth0", "lo"):
-                _ip("-n", name, "link", "set", interface, "up")
-        yield names
-    finally:
-        for name in (bridge, *names):
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False, timeout=20)
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
 
 
 @contextlib.contextmanager
@@ -122,7 +96,7 @@ def _ranks(names: list[str]) -> Iterator[list[Trainee]]:
         runs: list[Trainee] = []
         for rank, name in enumerate(names):
             about = {"RANK": rank, "WORLD_SIZE": len(names), "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank}
-            about |= {"MASTER_ADDR": "10.78.0.1", "MASTER_PORT": 29400, "GLOO_SOCKET_IFNAME": "eth0"}
+            about |= {"MASTER_ADDR": address(0), "MASTER_PORT": 29400, "GLOO_SOCKET_IFNAME": "eth0"}
             words = ["ip", "netns", "exec", name, "env", *(f"{key}={value}" for key, value in about.items())]
             runs.append(stack.enter_context(trainee(launcher=[*words, sys.executable], **given)))
         until(lambda: all(Path(run.folder).exists() for run in runs), 5.0)
