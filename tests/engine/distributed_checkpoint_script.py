@@ -92,7 +92,8 @@ def cut_in_two(strategy: str, optimizer: str) -> None:
     TRAIN(it, strategy, steps=PART, checkpoint=place, checkpoint_every="4 steps")
     resumed = TRAIN(it, strategy, steps=WHOLE, checkpoint=place, checkpoint_every="4 steps", resume=True)
     updates = PART // 2 if "local-steps" in strategy else PART
-    assert resumed.summary["notes"]["resumed"] == f"went on from update {updates} of {place / f'step-{updates}'}"
+    told = resumed.summary["notes"]["resumed"]
+    assert told == f"went on from update {updates} of {place / f'step-{updates}'}", (strategy, told)
     assert_equal(whole, resumed, strategy)
     if "stages" in strategy:
         cuts = [Checkpoint.open(place / f"step-{at}").manifest.head["run"]["engine"]["cut"] for at in (PART, WHOLE)]

@@ -185,7 +185,7 @@ def _resume_note(context: RunContext, run: RunState, coordinator: Coordinator) -
     if context.epochs_before:
         parts.append("with a new epoch of data of another length")
     if keeps_own_state(context):
-        one_worker = context.job.engine == "local" and not context.job.strategy.spread
+        one_worker = context.job.engine in ("local", "distributed") and not context.job.strategy.spread
         kept = saved_states(context) if one_worker or context.job.engine == "virtual" else {}
         if new := [str(replica) for replica in range(context.replicas) if replica not in kept]:
             parts.append(
