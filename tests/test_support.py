@@ -36,6 +36,7 @@ CASES = [
     ("distributed", "replicas=2", {"on_death": "replace"}),
     ("distributed", "replicas=2 shard_parameters=true", {"on_death": "continue"}),
     ("distributed", "replicas=2 compression=fp16", {"on_death": "continue"}),
+    ("distributed", "replicas=2 aggregation=local-steps:overlap=2", {"on_death": "continue"}),
     ("distributed", "replicas=2 device=cuda", {"on_death": "continue"}),
     ("distributed", "replicas=2", {"on_death": "continue", "noise_scale": True}),
     ("local", "stages=2 schedule=pipedream", {"on_death": "continue"}),
@@ -70,11 +71,13 @@ CASES = [
     ("local", "stages=2 schedule=pipedream", {"on_nonfinite": "skip"}),
     ("local", "stages=2 schedule=pipedream accumulate=2", {}),
     ("local", "stages=2 schedule=pipedream batchnorm=mini-batch", {}),
+    ("distributed", "replicas=2 shard_parameters=true aggregation=local-steps", {}),
     ("distributed", "replicas=2 shard_parameters=true compression=fp16", {}),
     ("distributed", "replicas=2 shard_parameters=true shard_optimizer=false", {}),
     ("distributed", "replicas=2 shard_parameters=true device=cuda", {}),
     ("distributed", "replicas=2 shard_parameters=true", {"on_nonfinite": "skip"}),
     ("distributed", "replicas=2 shard_parameters=true accumulate=2 aggregation=synchronous:combine=sum", {}),
+    ("distributed", "replicas=2 shard_optimizer=true aggregation=local-steps", {}),
     ("distributed", "replicas=2 shard_optimizer=true compression=fp16", {}),
     ("distributed", "replicas=2 shard_optimizer=true device=cuda", {}),
     ("local", "replicas=2 stages=2 shard_optimizer=true aggregation=asynchronous", {}),
@@ -83,6 +86,7 @@ CASES = [
     ("virtual", "replicas=2 device=cuda", {}),
     ("local", "replicas=2 stages=2 aggregation=asynchronous device=cuda", {}),
     ("distributed", "replicas=2 compression=fp16 device=cuda", {}),
+    ("distributed", "replicas=2 compression=fp16 aggregation=local-steps:overlap=2", {}),
 ]
 """For each row of the table, in its order, a combination for which it is the first."""
 

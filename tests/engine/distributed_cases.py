@@ -255,6 +255,7 @@ SHARDED: dict[str, Case] = {
 COMPRESSED: dict[str, Case] = {
     "all that is largest": Case(program(), "compression=top-k:ratio=1"),
     "bf16": Case(program(), "compression=bf16"),
+    "all of local steps": Case(program(), "aggregation=local-steps:period=3 compression=top-k:ratio=1"),
     "skipped and compressed": Case(
         program(loss=with_holes), "compression=top-k:ratio=1", {"steps": STEPS, "on_nonfinite": "skip"}
     ),

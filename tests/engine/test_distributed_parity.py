@@ -104,6 +104,8 @@ def test_a_divided_optimizer_is_a_whole_one(started: tuple[int, Path], name: str
 def test_a_compression_that_leaves_nothing_out_changes_nothing(started: tuple[int, Path]) -> None:
     run = found(started, "all that is largest")
     assert_same(run["state"], expected_of(CASES["momentum"], started[0]), ROUNDING)
+    own = found(started, "all of local steps"), found(started, "local steps")
+    assert_same(own[0]["state"], own[1]["state"], ROUNDING)
     skipped = found(started, "skipped and compressed"), found(started, "skipped")
     assert_same(skipped[0]["state"], skipped[1]["state"], ROUNDING)
 

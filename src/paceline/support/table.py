@@ -80,6 +80,12 @@ def _real(c: Case) -> bool:
     return "virtual-time" not in c.features
 
 
+def _in_turns(c: Case) -> bool:
+    """Return True if Δ is sent in fragments, or summed while training goes on."""
+    delta = c.policy.delta
+    return isinstance(delta, Change) and (delta.fragments > 1 or delta.overlap > 0)
+
+
 def _alone(c: Case) -> bool:
     """Return True if the run is to survive deaths without a server that has A."""
     return c.survives_deaths and "no-server" in c.features
@@ -401,8 +407,8 @@ TABLE: tuple[Row, ...] = (
     ),
     _cpus_alone("compression"),
     Row(
-        lambda c: _used(c, "compression") and isinstance(c.policy.delta, Change) and c.policy.delta.fragments > 1,
-        "compression={s.compression} keeps what it has left out of all of Δ, of which aggregation={policy} sends a "
-        "fragment at a time; leave one of them out",
+        lambda c: _used(c, "compression") and _in_turns(c),
+        "compression={s.compression} sums all of Δ and at once, but aggregation={policy} sends fragments, or while "
+        "others compute; leave one of them out",
     ),
 )
