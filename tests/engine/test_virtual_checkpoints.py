@@ -30,6 +30,7 @@ POLICIES = {
     "buffered:k=2,cancel=true": {},
     "stale-synchronous:bound=2": {},
     "local-steps:period=3": {},
+    "local-steps:period=4,fragments=2,overlap=1,outer=nesterov": {},
     "elastic-averaging:period=2": {},
 }
 TIMES = "compute=normal:mean=0.01,std=0.005 transfer=exponential:mean=0.001 apply=exponential:mean=0.001"

@@ -205,7 +205,9 @@ class VirtualRun:
             return
         timeline = self._timelines[replica]
         version, first = self._coordinator.version, timeline.micro_clock
-        attempt = PendingDelta(replica, timeline.clock + 1, version, self._shared_state(), first, batches)
+        read = self._shared_state()
+        read.version = version
+        attempt = PendingDelta(replica, timeline.clock + 1, version, read, first, batches)
         if self._user_loops is not None:
             # The user's loop makes this attempt's micro-steps now; one that ends before the last of them retires.
             for _ in batches.numbers:
@@ -226,7 +228,6 @@ class VirtualRun:
     def _shared_state(self) -> FlatState:
         if self._snapshot is None:
             self._snapshot = self._optimizer.state.clone()
-            self._snapshot.version = self._coordinator.version
         return self._snapshot
 
     def _trace(self, attempt: PendingDelta, waited_from: Seconds | None, times: AttemptTimes) -> None:

@@ -138,9 +138,11 @@ def restored_attempts(
             attempt.done = state.batches.size
         elif state.version == version:
             attempt.read = current()
+            attempt.read.version = version
         else:
             if state.version not in read:
                 read[state.version] = layout.new()
+                read[state.version].version = state.version
                 checkpoint.read_into(whole_chunks(read[state.version], _read_prefix(state.version)))
             attempt.read = read[state.version]
         yield attempt, state.arrived
