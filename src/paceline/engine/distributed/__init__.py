@@ -1,1 +1,1 @@
-"""Synchronous training over torch.distributed, in the processes that torchrun started."""
+"""Training over torch.distributed, in the processes that torchrun started: all replicas make each update together."""
