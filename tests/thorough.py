@@ -60,6 +60,7 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/engine/test_distributed_fsdp.py", PARITY, but_first=True),
     Thorough("tests/engine/test_distributed_zero1.py::test_it_equals_one_process", PARITY, but_first=True),
     Thorough("tests/engine/test_distributed_noise_scale.py", PARITY, but_first=True),
+    Thorough("tests/engine/test_distributed_local_steps.py", PARITY, but_first=True),
     Thorough("tests/engine/test_distributed_runs.py", "counts the bytes of real TCP connections"),
     Thorough("tests/engine/test_distributed_hosts.py", "two hosts, each in a network namespace"),
     Thorough("tests/engine/test_distributed_failures.py", KILLS),

@@ -7,7 +7,7 @@ import torch
 
 from tests.engine.distributed_cases import kept
 from tests.engine.local_steps_cases import CASES, RANKS
-from tests.ranks import Play
+from tests.ranks import Play, cases_of
 
 ROUNDING = 1e-12
 """Both sides add the same products in another order."""
@@ -17,10 +17,11 @@ NORMALISED = 1e-9
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, play: Play) -> Path:
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, play: Play) -> Path:
     """Where four ranks left what they came to."""
     folder: Path = tmp_path_factory.mktemp("ranks")
-    play(Path(__file__).with_name("distributed_local_steps_script.py"), size=RANKS, folder=folder)
+    script = Path(__file__).with_name("distributed_local_steps_script.py")
+    play(script, cases_of(request), size=RANKS, folder=folder)
     return folder
 
 

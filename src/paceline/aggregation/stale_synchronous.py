@@ -2,29 +2,52 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, final, get_args
+from typing import NamedTuple, TypeAlias, final, get_args
 
 from paceline.aggregation.base import Aggregation, Apply, Arrival, Combine, Decision, Discard, released
 from paceline.core.errors import check_choice, check_int
 from paceline.core.registry import register
 from paceline.core.types import Clock, LeaveReason, ReplicaId
 
+# Clocks of so many replicas lie together: one that moves costs a copy of these, and not of those of all replicas.
+SEGMENT = 64
+
+Segment: TypeAlias = Mapping[ReplicaId, Clock]
+
 
 class Clocks(NamedTuple):
-    """The state of :class:`StaleSynchronous`. ``slowest`` and ``at_slowest`` avoid a scan of all clocks per arrival."""
+    """The state of :class:`StaleSynchronous`. What is derived from the clocks avoids a scan of them per arrival."""
 
-    of: Mapping[ReplicaId, Clock]
-    """Number of Δs that each replica that takes part has sent."""
+    segments: tuple[Segment, ...]
+    """Number of Δs that each replica that takes part has sent; replica r is in segment r // SEGMENT."""
+    replicas: int
     slowest: Clock = 0
     at_slowest: int = 0
     """Number of replicas at ``slowest``."""
     waiting: tuple[ReplicaId, ...] = ()
 
+    @classmethod
+    def at_start(cls, replicas: int) -> "Clocks":
+        """Return those of replicas that have sent nothing."""
+        starts = range(0, replicas, SEGMENT)
+        segments = tuple(dict.fromkeys(range(start, min(start + SEGMENT, replicas)), 0) for start in starts)
+        return cls(segments, replicas, 0, replicas)
+
+    @property
+    def of(self) -> Mapping[ReplicaId, Clock]:
+        """Return the clock of each replica."""
+        return {replica: clock for segment in self.segments for replica, clock in segment.items()}
+
+    def clock(self, replica: ReplicaId) -> Clock:
+        """Return the clock of a replica."""
+        return self.segments[replica // SEGMENT][replica]
+
     def moved(self, replica: ReplicaId) -> "Clocks":
         """Advance the clock of a replica, which then waits."""
-        clock = self.of[replica]
+        clock = self.clock(replica)
         after = Clocks(
-            {**self.of, replica: clock + 1},
+            self._with(replica, clock + 1),
+            self.replicas,
             self.slowest,
             self.at_slowest - (clock == self.slowest),
             (*self.waiting, replica),
@@ -34,13 +57,27 @@ class Clocks(NamedTuple):
 
     def without(self, replica: ReplicaId) -> "Clocks":
         """Remove a replica."""
-        of = {r: c for r, c in self.of.items() if r != replica}
-        return self._replace(of=of, waiting=tuple(r for r in self.waiting if r != replica)).recounted()
+        segments, waiting = self._with(replica, None), tuple(r for r in self.waiting if r != replica)
+        return self._replace(segments=segments, waiting=waiting).recounted()
+
+    def joined(self, replica: ReplicaId) -> "Clocks":
+        """Add a replica, at the clock of the slowest."""
+        return self._replace(segments=self._with(replica, self.slowest)).recounted()
 
     def recounted(self) -> "Clocks":
-        """Find the slowest anew; without any replica it stays."""
-        slowest = min(self.of.values(), default=self.slowest)
-        return self._replace(slowest=slowest, at_slowest=sum(c == slowest for c in self.of.values()))
+        """Count replicas and find the slowest anew; without any replica it stays."""
+        slowest = min((c for segment in self.segments for c in segment.values()), default=self.slowest)
+        at_slowest = sum(c == slowest for segment in self.segments for c in segment.values())
+        return self._replace(replicas=sum(map(len, self.segments)), slowest=slowest, at_slowest=at_slowest)
+
+    def _with(self, replica: ReplicaId, clock: Clock | None) -> tuple[Segment, ...]:
+        """Return the segments with another clock of a replica; None: it has none."""
+        number = replica // SEGMENT
+        segments = (*self.segments, *[dict[ReplicaId, Clock]()] * (number + 1 - len(self.segments)))
+        own = {r: c for r, c in segments[number].items() if r != replica} if clock is None else dict(segments[number])
+        if clock is not None:
+            own[replica] = clock
+        return (*segments[:number], own, *segments[number + 1 :])
 
 
 @final
@@ -71,29 +108,35 @@ class StaleSynchronous(Aggregation[Clocks]):
         check_choice("stale-synchronous:combine", self.combine, get_args(Combine))
 
     def start(self, replicas: int) -> Clocks:
-        return Clocks(dict.fromkeys(range(replicas), 0), 0, replicas)
+        return Clocks.at_start(replicas)
 
     def arrived(self, state: Clocks, arrival: Arrival) -> tuple[Clocks, Decision]:
-        after, free = self._go_on(state.moved(arrival.replica))
+        moved = state.moved(arrival.replica)
+        # Others that wait may go on only if the slowest has moved.
+        after, free = self._go_on(moved, moved.waiting if moved.slowest > state.slowest else (arrival.replica,))
         if arrival.samples == 0:
             return after, (Discard((arrival,)), *free)
-        weight = 1.0 / len(state.of) if self.combine == "mean" else 1.0
+        weight = 1.0 / state.replicas if self.combine == "mean" else 1.0
         return after, (Apply(((arrival, weight),)), *free)
 
     def left(self, state: Clocks, replica: ReplicaId, reason: LeaveReason) -> tuple[Clocks, Decision]:
         del reason
-        return self._go_on(state.without(replica))
+        after = state.without(replica)
+        return self._go_on(after, after.waiting)
 
     def joined(self, state: Clocks, replica: ReplicaId) -> tuple[Clocks, Decision]:
-        return state._replace(of={**state.of, replica: state.slowest}).recounted(), ()
+        return state.joined(replica), ()
 
     def waits_for(self, state: Clocks) -> int:
         del state
         return 1
 
-    def _go_on(self, state: Clocks) -> tuple[Clocks, Decision]:
+    def _go_on(self, state: Clocks, waiting: tuple[ReplicaId, ...]) -> tuple[Clocks, Decision]:
+        """Release those of these replicas that are near enough to the slowest."""
         limit = state.slowest + self.bound
-        free = tuple(r for r in state.waiting if state.of[r] <= limit)
+        free = tuple(r for r in waiting if state.clock(r) <= limit)
         if not free:
             return state, ()
-        return state._replace(waiting=tuple(r for r in state.waiting if state.of[r] > limit)), released(free)
+        gone = set(free)
+        still = state.waiting[:-1] if free == state.waiting[-1:] else tuple(r for r in state.waiting if r not in gone)
+        return state._replace(waiting=still), released(free)
