@@ -232,6 +232,21 @@ def elastic(program: Program, times: Times, replicas: int, pushes: int, period: 
     return centre
 
 
+def elastic_rounds(program: Program, replicas: int, rounds: int, period: int, alpha: float) -> Values:
+    """The synchronous form: in each round all replicas and A meet as they are."""
+    workers, data = [Plain(program) for _ in range(replicas)], order(program, replicas)
+    centre = workers[0].values()
+    for k in range(rounds):
+        moved = {name: torch.zeros_like(value) for name, value in centre.items()}
+        for replica, worker in enumerate(workers):
+            walk(worker, [data.batch(replica, k * period + i) for i in range(period)])
+            pull = {n: alpha * (p.detach() - centre[n]) for n, p in worker.trained.items()}
+            worker.load({n: v - pull[n] if n in pull else v for n, v in worker.values().items()})
+            moved |= {n: moved[n] + pull[n] for n in pull}
+        centre = {n: v + moved[n] for n, v in centre.items()}
+    return centre
+
+
 def walk(worker: Plain, batches: list[Any]) -> None:
     for batch in batches:
         if len(batch):

@@ -22,7 +22,7 @@ from paceline.aggregation import (
     parse,
     registered,
 )
-from paceline.aggregation.base import Apply, Arrival
+from paceline.aggregation.base import Apply, Arrival, Release
 from paceline.core.delta import Change, Distance, InPlace, Keep, Mix
 from paceline.core.errors import InputError
 from tests.aggregation.policy_driver import World, arrivals, brief
@@ -156,10 +156,29 @@ def test_deltas_and_adoption() -> None:
 
 
 def test_elastic_averaging_weighs_by_its_elasticity() -> None:
-    _, decision = ElasticAveraging(elasticity=0.2).arrived(None, Arrival(1, 0, 1, 8, 0.0))
+    policy = ElasticAveraging(elasticity=0.2)
+    _, decision = policy.arrived(policy.start(2), Arrival(1, 0, 1, 8, 0.0))
     apply = decision[1]
     assert isinstance(apply, Apply)
     assert [w for _, w in apply.deltas] == [0.2]
+
+
+def test_replicas_that_meet_at_once_are_sent_the_a_that_none_of_them_has_moved() -> None:
+    policy = ElasticAveraging(elasticity=0.2, synchronous=True)
+    state, decision = policy.arrived(policy.start(2), Arrival(1, 0, 1, 8, 0.0))
+    assert decision == ()
+    assert policy.waits_for(state) == 2
+    late = Arrival(0, 0, 1, 0, 1.0)  # without a sample it has a distance all the same
+    state, (release, apply) = policy.arrived(state, late)
+    assert release == Release((0, 1))
+    assert isinstance(apply, Apply)
+    assert apply.deltas == ((late, 0.2), (Arrival(1, 0, 1, 8, 0.0), 0.2))
+
+
+def test_together_replicas_do_not_move_a_beyond_their_mean() -> None:
+    with pytest.raises(InputError, match=r"write elasticity=0.225, which is the paper's"):
+        ElasticAveraging(elasticity=0.3, synchronous=True).resolved(learning_rate=None, replicas=4)
+    ElasticAveraging(elasticity=0.3).resolved(learning_rate=None, replicas=4)
 
 
 def test_local_steps_is_the_inner_policy_in_all_else() -> None:

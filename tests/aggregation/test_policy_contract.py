@@ -38,6 +38,7 @@ TEXTS = [
     "buffered:k=2,cancel=true",
     "buffered:k=3,hold=false,cancel=true",
     "local-steps:over=(buffered:k=2,cancel=true)",
+    "elastic-averaging:synchronous=true",
 ]
 
 PATIENT = {"synchronous", "asynchronous", "stale-synchronous", "smooth-switch", "buffered", "local-steps", "hogwild"}

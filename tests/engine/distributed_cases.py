@@ -233,6 +233,11 @@ LOCAL_STEPS: dict[str, Case] = {
     "overlapped and shorter": Case(
         program(), "aggregation=local-steps:period=5,overlap=4", {"steps": 60, "loop": short_loop}
     ),
+    "elastic": Case(program(), "aggregation=elastic-averaging:period=3,elasticity=0.2,synchronous=true", {"epochs": 3}),
+    "elastic running means": Case(
+        program(model=programs.batchnorm, train=programs.data(samples=48)),
+        "aggregation=elastic-averaging:period=2,elasticity=0.1,synchronous=true",
+    ),
     "local running means": Case(
         program(model=programs.batchnorm, train=programs.data(samples=48)), "aggregation=local-steps:period=2"
     ),

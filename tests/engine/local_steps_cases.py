@@ -51,5 +51,12 @@ CASES = {
         "replicas=2 stages=2 micro_batches=2 aggregation=local-steps:period=4,fragments=2,overlap=1", ADAPTIVE
     ),
     "overlapped in shards": Case("replicas=2 shards=2 aggregation=local-steps:period=3,overlap=2", program()),
+    "elastic stages": Case(
+        "replicas=2 stages=2 micro_batches=2 aggregation=elastic-averaging:period=3,elasticity=0.4,synchronous=true",
+        program(),
+    ),
+    "elastic shards": Case(
+        "replicas=2 shards=2 aggregation=elastic-averaging:period=2,elasticity=0.3,synchronous=true", ADAPTIVE
+    ),
     "both": Case("stages=2 shards=2 micro_batches=2 aggregation=local-steps:period=2", program()),
 }

@@ -45,7 +45,7 @@ def test_more_or_fewer_processes_than_workers(four: None) -> None:
 )
 def test_other_policies(four: None, policy: str) -> None:
     refused(
-        f"aggregation={policy}.*: under engine=distributed .* write aggregation=synchronous or .*, or engine='ray'",
+        f"aggregation={policy}.*: under engine=distributed .* write aggregation=synchronous, .*, or engine='ray'",
         f"replicas=4 aggregation={policy}",
     )
 

@@ -152,6 +152,14 @@ def test_elastic_averaging(optimizer: str, alpha: float) -> None:
     oracle.assert_same(trained.model, values, NORMALISED if optimizer == "adam" else ROUNDING)
 
 
+@pytest.mark.parametrize("alpha", [0.25, 0.1])
+def test_elastic_averaging_in_rounds(alpha: float) -> None:
+    trained = run(program(), f"elastic-averaging:period=3,elasticity={alpha},synchronous=true", delay=None)
+    values = oracle.elastic_rounds(program(), REPLICAS, STEPS // 3, 3, alpha)
+    oracle.assert_same(trained.model, values, ROUNDING)
+    assert trained.summary["updates"] == STEPS // 3
+
+
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_nobody_is_further_ahead_than_the_bound(bound: int) -> None:
     """Between a read and its Δ, another replica goes from at most s behind to at most s ahead: 2s + 1 Δs of each."""

@@ -55,13 +55,20 @@ class ServerOptimizer:
             optimizer steps on its negative).
         state: A.
         noise: observes what is applied; None: the noise scale is not measured.
+        subtracts: whether a distance arrives as x, from which A is subtracted here.
     """
 
     def __init__(
-        self, program: Program, policy: Aggregation[Any], state: FlatState, noise: NoiseEstimator | None = None
+        self,
+        program: Program,
+        policy: Aggregation[Any],
+        state: FlatState,
+        noise: NoiseEstimator | None = None,
+        *,
+        subtracts: bool = True,
     ) -> None:
         self.state = state
-        self._distance = isinstance(policy.delta, Distance)
+        self._distance = isinstance(policy.delta, Distance) and subtracts
         self._moves = isinstance(policy.delta, (Change, Distance))
         combined = state.layout.new()
         self.combined = combined.parameters

@@ -132,7 +132,8 @@ TABLE: tuple[Row, ...] = (
     Row(
         lambda c: not c.lockstep and "asynchronous" not in c.features,
         "aggregation={policy}: under engine={engine} all ranks make one update of all Δs; write "
-        "aggregation=synchronous or aggregation=local-steps, or engine='ray' (many hosts) or engine='local' (one)",
+        "aggregation=synchronous, local-steps or elastic-averaging:synchronous=true, or engine='ray' (many hosts) or "
+        "engine='local' (one)",
     ),
     # ----------------------------------------------------------------- replicas that come and go, or die
     Row(

@@ -69,8 +69,7 @@ class RankClient:
         """The Δ that this replica computes, counted from 1."""
 
     def pull(self) -> FlatState:
-        self._state.version = self._coordinator.decisions.version
-        return self._state
+        return self._coordinator.read()
 
     def cancelled(self) -> bool:
         """Return False: in lockstep every Δ that has begun is finished."""
@@ -143,6 +142,8 @@ class AllReduceClient(RankClient, GradientSink):
         if self._overlap is not None:
             self._buffer.scale_buffers(weight)  # Δ itself was weighted bucket by bucket
         elif measured.finite:
+            if coordinator.distances and state.parameters:
+                torch._foreach_sub_(state.parameters, self._state.parameters)
             self._buffer.scale(weight)
         else:
             self._buffer.zero()

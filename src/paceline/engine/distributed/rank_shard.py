@@ -162,7 +162,7 @@ class WholeModelShard(RankShard):
             shard = ShardState(self.state, self.state.layout, self.state.layout.parameter_names)
             group = SubGroup(communicator, world.rank)
             return ZeroOptimizer(job.program, self.reduce_buffer, shard, group, communicator)
-        owner = ServerOptimizer(job.program, setup.run_context.policy, self.state)
+        owner = ServerOptimizer(job.program, setup.run_context.policy, self.state, subtracts=False)
         if communicator is None or strategy.compression == "none":
             return ReplicatedUpdate(self.reduce_buffer, owner)
         return ReplicatedUpdate(self.reduce_buffer, owner, parse(strategy.compression), communicator)

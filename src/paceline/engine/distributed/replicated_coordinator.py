@@ -20,6 +20,7 @@ from paceline.aggregation.base import Apply, Arrival
 from paceline.comm.shared_memory import SpillAllocator
 from paceline.comm.shared_pickle import object_of, parts_of
 from paceline.core.data_order import BatchRange
+from paceline.core.delta import Distance
 from paceline.core.records import Record, ReplicaExit
 from paceline.core.types import Nanoseconds, ReplicaId, Seconds, Version
 from paceline.engine.base import Watcher
@@ -31,7 +32,7 @@ from paceline.engine.loop import RunLoop
 from paceline.engine.run_context import RunContext
 from paceline.engine.spmd.rank_context import RankContext
 from paceline.replica.base import micro_steps
-from paceline.replica.flat_state import FlatLayout
+from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.replica.module_utils import materialize
 
 
@@ -91,6 +92,8 @@ class ReplicatedCoordinator:
         self._records: list[Record] = []
         """Of this rank's snapshots that did not fit into memory."""
         self._mean = policy.collective == "mean"
+        self.distances = isinstance(context.delta, Distance)
+        """Whether Δs are distances from A."""
         self._statuses: list[RankStatus] = []
         # Contributions are of the size of one gradient, not of a sum over samples, which half precision would not hold.
         self._usual_samples = float(context.order.batch_size * micro_steps(context.delta)) if context.order else 1.0
@@ -111,6 +114,10 @@ class ReplicatedCoordinator:
         """Training time at which the newest exchange was complete."""
         self.over = self.interrupted = False
         self._turns = None if shard.status_sync is None else shard.status_sync.turns
+        self._unread = False
+        """Whether this rank's replica was sent an A that it has not read."""
+        self._sent: FlatState | None = None
+        """That A, where it has changed since; None: it is the present one."""
         self._update: Callable[[], None] | None = None
         """The newest update, which is not made yet."""
         self.staged: Callable[[], None] | None = None
@@ -124,6 +131,8 @@ class ReplicatedCoordinator:
 
     def weight(self, samples: int) -> float:
         """Return the factor of a Δ before it is added to the others; the only one stays as it is."""
+        if self.distances:  # there is one without a sample, too
+            return 1.0
         if self._mean and len(self.attempts) > 1:
             return samples / self._usual_samples
         return float(samples > 0)
@@ -242,7 +251,9 @@ class ReplicatedCoordinator:
             self.staged()
             self.staged = None
             return
-        arrival, weight = next((a, w) for a, w in action.deltas if a.samples)
+        if self._unread:  # this replica was sent the A that is there now
+            self._sent = shard.state.clone()
+        arrival, weight = next((a, w) for a, w in action.deltas if a.samples or self.distances)
         factor = weight / self.weight(arrival.samples)
         # Running buffers: always a mean.
         shard.reduce_buffer.scale_buffers(factor / sum(w for _, w in action.deltas))
@@ -262,7 +273,17 @@ class ReplicatedCoordinator:
             self.before_change()
             update()
 
+    def read(self) -> FlatState:
+        """Return the A that this rank's replica was sent."""
+        sent, self._sent, self._unread = self._sent, None, False
+        if sent is None:
+            sent = self._shard.state
+            sent.version = self.decisions.version
+        return sent
+
     def send(self, replica: ReplicaId, batches: BatchRange) -> None:
+        if replica == self._shard.coordinate.replica:
+            self._unread, self._shard.state.version = True, self.decisions.version
         self.attempts[replica] += 1
         self.batches[replica] = batches
         version, reads = self.decisions.version, self._shard.read_version

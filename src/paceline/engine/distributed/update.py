@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.aggregation.base import Aggregation
 from paceline.checkpoint.base import TensorChunk
 from paceline.compression import Compression
-from paceline.core.delta import Change
+from paceline.core.delta import Change, Distance
 from paceline.core.types import Version
 from paceline.engine.distributed.reduce_buffer import ModelParallelSync, ReduceBuffer
 from paceline.engine.server_optimizer import ServerOptimizer, update_rule
@@ -134,7 +134,7 @@ class ModelParallelUpdate(Update):
         by_tensor: bool = False,
     ) -> None:
         self._buffer, self._state, self._sync = buffer, shard.state, sync
-        self._moves = isinstance(policy.delta, Change)
+        self._moves = isinstance(policy.delta, (Change, Distance))
         self._clip_norm = None if self._moves else program.clip_norm
         self._fragments = fragments_of(policy.delta, shard.full_layout, shard.state.layout)
         self.reduced_vectors = []
