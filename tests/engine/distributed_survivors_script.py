@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline import launch
 from paceline.engine.distributed.client import AllReduceClient
-from paceline.engine.distributed.reduce_buffer import GradientSync
+from paceline.engine.distributed.exchange import GradientSync
 from paceline.engine.distributed.replicated_coordinator import ReplicatedCoordinator
 from paceline.engine.spmd.communicator import Communicator
 from paceline.engine.spmd.membership import RanksLost

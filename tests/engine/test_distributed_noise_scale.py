@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline import InputError, Strategy, support
-from paceline.engine.distributed.reduce_buffer import FIELDS, NORMS, DeltaNorm, RankStatus, StatusKind
+from paceline.engine.distributed.rank_status import FIELDS, NORMS, DeltaNorm, RankStatus, StatusKind
 from paceline.support import Case
 from tests.engine.distributed_cases import kept
 from tests.engine.noise_cases import CASES, KEYS, OVERLAPPED

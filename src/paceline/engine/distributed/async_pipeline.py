@@ -30,9 +30,11 @@ from paceline.core.types import Clock, ReplicaId, Version
 from paceline.engine.batch_dispatcher import NO_BATCHES, BatchDispatcher
 from paceline.engine.checkpointing import Snapshot
 from paceline.engine.distributed.client import ClientContext, RankClient
+from paceline.engine.distributed.exchange import of_step
 from paceline.engine.distributed.held_tensors import HeldTensors, PartChunks, part_tensors
 from paceline.engine.distributed.rank_shard import RankShard
-from paceline.engine.distributed.reduce_buffer import FIELDS, RankStatus, ReduceBuffer, StatusKind, by_replica, of_step
+from paceline.engine.distributed.rank_status import FIELDS, RankStatus, StatusKind, by_replica
+from paceline.engine.distributed.reduce_buffer import ReduceBuffer
 from paceline.engine.distributed.update import Update
 from paceline.engine.loop import nonfinite_error
 from paceline.engine.spmd.communicator import ring_bytes

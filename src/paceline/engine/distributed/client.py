@@ -16,8 +16,9 @@ from torch import Tensor
 from paceline.core.types import Clock, ReplicaId, Seconds, Version
 from paceline.engine.checkpointing import Checkpointer
 from paceline.engine.distributed.agreement import DivergenceCheck
+from paceline.engine.distributed.exchange import of_step
 from paceline.engine.distributed.rank_shard import RankShard
-from paceline.engine.distributed.reduce_buffer import DeltaNorm, RankStatus, StatusKind, of_step
+from paceline.engine.distributed.rank_status import DeltaNorm, RankStatus, StatusKind
 from paceline.engine.distributed.replicated_coordinator import ReplicatedCoordinator, SyncedClock
 from paceline.engine.distributed.uneven_inputs import ShadowPasses
 from paceline.engine.loop import InterruptGuard
@@ -156,6 +157,7 @@ class AllReduceClient(RankClient, GradientSink):
 
     def leave(self) -> None:
         """Take part in the remaining exchanges of the other replicas, after the loop has ended."""
+        self._coordinator.read()  # this replica reads no A that it was sent any more
         while not self._coordinator.over:
             self._coordinator.settle()
             self._buffer.zero()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.core.noise_scale import NoiseAccumulator, Part, differenced, observation
 from paceline.engine.base import Job
-from paceline.engine.distributed.reduce_buffer import DeltaNorm, RankStatus
+from paceline.engine.distributed.rank_status import DeltaNorm, RankStatus
 from paceline.engine.run_context import RunContext
 from paceline.replica.base import Measured
 from paceline.replica.flat_optimizer import shape_only_parameters

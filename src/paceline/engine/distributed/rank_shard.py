@@ -13,12 +13,13 @@ from paceline.compression import parse
 from paceline.core.errors import InputError
 from paceline.core.mesh import Coordinate
 from paceline.core.types import Version
+from paceline.engine.distributed.exchange import GradientSync, ModelParallelSync, Turns
 from paceline.engine.distributed.fsdp import FsdpModule, FsdpReplica, FsdpUpdate
 from paceline.engine.distributed.held_tensors import HeldTensors, PartChunks, among, part_tensors, zero_tensors
 from paceline.engine.distributed.kept_residuals import KeptResiduals
 from paceline.engine.distributed.norms import DeltaNorms, NoiseObserver
 from paceline.engine.distributed.overlap import Overlap, build_overlap
-from paceline.engine.distributed.reduce_buffer import GradientSync, ModelParallelSync, ReduceBuffer, Turns
+from paceline.engine.distributed.reduce_buffer import ReduceBuffer
 from paceline.engine.distributed.sync_batchnorm import BatchNormGroup, SynchronisedBatchNorm
 from paceline.engine.distributed.update import ModelParallelUpdate, ReplicatedUpdate, ShardState, Update
 from paceline.engine.distributed.zero1 import ZeroOptimizer, pays

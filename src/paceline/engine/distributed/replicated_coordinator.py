@@ -26,7 +26,7 @@ from paceline.core.types import Nanoseconds, ReplicaId, Seconds, Version
 from paceline.engine.base import Watcher
 from paceline.engine.batch_dispatcher import NO_BATCHES
 from paceline.engine.distributed.rank_shard import RankShard
-from paceline.engine.distributed.reduce_buffer import RankStatus, StatusKind
+from paceline.engine.distributed.rank_status import RankStatus, StatusKind
 from paceline.engine.evaluation import EvaluationQueue
 from paceline.engine.loop import RunLoop
 from paceline.engine.run_context import RunContext

@@ -13,7 +13,8 @@ from paceline.checkpoint.base import TensorChunk
 from paceline.compression import Compression
 from paceline.core.delta import Change, Distance
 from paceline.core.types import Version
-from paceline.engine.distributed.reduce_buffer import ModelParallelSync, ReduceBuffer
+from paceline.engine.distributed.exchange import ModelParallelSync
+from paceline.engine.distributed.reduce_buffer import ReduceBuffer
 from paceline.engine.server_optimizer import ServerOptimizer, update_rule
 from paceline.engine.spmd.communicator import Communicator
 from paceline.program import Program
