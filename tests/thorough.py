@@ -43,6 +43,7 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/benchmarks/test_listeners.py", BENCHMARK),
     Thorough("tests/benchmarks/test_reliability.py::test_a_row_that_needs_root_in_small", BENCHMARK),
     Thorough("tests/benchmarks/test_data_parallel.py", BENCHMARK),
+    Thorough("tests/benchmarks/test_local_steps.py", BENCHMARK, but_first=True),
     Thorough("tests/benchmarks/test_pipeline.py", BENCHMARK),
     Thorough("tests/benchmarks/test_tensor.py", BENCHMARK),
     Thorough("tests/benchmarks/test_collectives.py", BENCHMARK),

@@ -96,8 +96,9 @@ def page(loss: Sheet, link: Sheet, folder: Path) -> None:
     for name, policy in POLICIES.items():
         found = [float(row["test_loss"]) for row in loss.rows if row["side"] == name]
         if found:
-            rows.append((name, f"`{policy}`", f"{median(found):.4f}", f"{median(found) - median(plain):+.4f}"))
-    tables = [grid(("", "policy", "test loss", "beside synchronous"), rows)]
+            beside = f"{median(found) - median(plain):+.4f}"
+            rows.append((name, f"`{policy}`", f"{median(found):.4f}", beside, len(found)))
+    tables = [grid(("", "policy", "test loss, median", "beside synchronous", "seeds"), rows)]
     for mbit in MBITS:
         at = [row for row in link.rows if row["mbit"] == str(mbit)]
         base = median([float(row["step_s"]) for row in at if names[row["side"]] == "synchronous"] or [float("nan")])
@@ -106,10 +107,12 @@ def page(loss: Sheet, link: Sheet, folder: Path) -> None:
             own = [row for row in at if row["side"] == side]
             if own:
                 seconds, sent = (median(float(row[key]) for row in own) for key in ("step_s", "payload_bytes"))
-                rows.append((name, f"{1e3 * seconds:.1f}", f"{base / seconds:.1f}", f"{sent / 2**20:.2f}"))
-        tables.append(f"**{mbit} Mbit/s**\n\n" + grid(("", "ms a step", "times synchronous", "MiB a step"), rows))
+                rows.append((name, f"{1e3 * seconds:.1f}", f"{base / seconds:.1f}", f"{sent / 2**20:.2f}", len(own)))
+        if rows:
+            head = ("", "ms a step", "times as fast as synchronous", "MiB a step, all ranks", "rounds")
+            tables.append(f"**{mbit} Mbit/s**\n\n{grid(head, rows)}")
     where = f"Machine: {described([*loss.rows, *link.rows])}."
-    text = "\n\n".join([HEAD, tables[0], LINKS, *tables[1:], where])
+    text = "\n\n".join([HEAD, tables[0], *([LINKS, *tables[1:]] if tables[1:] else []), where])
     (folder / "README.md").write_text(text + "\n", encoding="utf-8")
 
 
@@ -125,14 +128,14 @@ What DiLoCo claims (arXiv 2311.08105), and Streaming DiLoCo (arXiv 2501.18512), 
 ## Loss
 
 The built-in `shakespeare` transformer under AdamW, {REPLICAS} replicas with batch 32, {STEPS} steps in virtual time;
-median of {len(SEEDS)} seeds, each with the same data in the same order under all policies. The outer optimizer is
-DiLoCo's: Nesterov's momentum of 0.9, learning rate 0.7."""
+each seed has the same data in the same order under all policies. The outer optimizer is DiLoCo's: Nesterov's momentum
+of 0.9, learning rate 0.7."""
 
 LINKS = f"""## Slow links
 
 {RANKS} ranks in network namespaces, Gloo between them, links limited by `tc tbf`; a perceptron of a million parameters
 (4 MB) under AdamW, batch 64 per replica, one thread a rank; mean time of the second half of {LINK_STEPS} steps on the
-slower rank, median of {ROUNDS} rounds by turns. `overlap=4`: four steps are made while a fifth of A is summed."""
+slower rank, median of the rounds, by turns. `overlap=4`: four steps are made while a fifth of A is summed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
