@@ -36,7 +36,7 @@ POLICIES = {
     "DiLoCo, 5 fragments": "local-steps:period=50,outer=nesterov,fragments=5",
     "DiLoCo, 5 fragments, overlap": "local-steps:period=50,outer=nesterov,fragments=5,overlap=4",
 }
-RANKS, MBITS, ROUNDS, LINK_STEPS = 2, (100, 1000), 5, 200
+RANKS, MBITS, ROUNDS, LINK_STEPS = 2, (100, 1000), 3, 100
 
 
 def losses(data: Path, sheet: Sheet) -> None:
