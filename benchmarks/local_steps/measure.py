@@ -37,6 +37,8 @@ POLICIES = {
     "DiLoCo, 5 fragments, overlap": "local-steps:period=50,outer=nesterov,fragments=5,overlap=4",
 }
 RANKS, MBITS, ROUNDS, LINK_STEPS = 2, (100, 1000), 3, 100
+OWN = f"replicas={RANKS} threads=1"
+"""Of the hosts all are this one, whose cores the ranks share."""
 
 
 def losses(data: Path, sheet: Sheet) -> None:
@@ -64,7 +66,7 @@ def links(sheet: Sheet) -> None:
     reason = why_not()
     if reason is not None:
         raise SystemExit(f"--links: {reason}")
-    sides = ["ddp", *(f"replicas={RANKS} aggregation={policy}" for policy in POLICIES.values())]
+    sides = ["ddp", *(f"{OWN} aggregation={policy}" for policy in POLICIES.values())]
     for mbit in MBITS:
         for number in range(ROUNDS):
             for side in sides[:: -1 if number % 2 else 1]:
@@ -90,7 +92,7 @@ def over(side: str, mbit: float, steps: int = LINK_STEPS) -> dict[str, float]:
 
 def page(loss: Sheet, link: Sheet, folder: Path) -> None:
     """Write README.md from the rows."""
-    names = {f"replicas={RANKS} aggregation={policy}": name for name, policy in POLICIES.items()} | {"ddp": "DDP"}
+    names = {f"{OWN} aggregation={policy}": name for name, policy in POLICIES.items()} | {"ddp": "DDP"}
     plain = [float(row["test_loss"]) for row in loss.rows if row["side"] == "synchronous"]
     rows = []
     for name, policy in POLICIES.items():

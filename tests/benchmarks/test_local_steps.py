@@ -24,7 +24,7 @@ def test_the_page_has_medians_and_ratios(load: Load, tmp_path: Path) -> None:
     assert "Slow links" not in (tmp_path / "README.md").read_text("utf-8")
     policies = measure.POLICIES
     for side, seconds in (("synchronous", 0.5), ("DiLoCo", 0.05)):
-        words = f"replicas={measure.RANKS} aggregation={policies[side]}"
+        words = f"{measure.OWN} aggregation={policies[side]}"
         link.put({"side": words, "mbit": 100, "round": 0, "step_s": seconds, "payload_bytes": 2**21} | MACHINE)
     measure.page(loss, link, tmp_path)
     text = (tmp_path / "README.md").read_text("utf-8")
