@@ -118,8 +118,6 @@ class LocalSGD(_SteppingReplica):
             self._begin(self._own.state)
         else:
             self._own.send(state)
-            if not self.exchange.overlap:
-                self._own.take_over()
         self._autograd.bind(self._own.state)
         self._losses, self._samples = 0.0, 0
 
@@ -231,8 +229,6 @@ class ShardedLocalSGD(Replica):
                 self._optimizer = FlatOptimizer(make, program.scheduler, self._own.state, self._gradient)
         else:
             self._own.send(state)
-            if not self.exchange.overlap:
-                self._own.take_over()
         self._losses, self._samples = 0.0, 0
 
     def advance(self, batch: Batch, clock: Clock) -> float:

@@ -79,6 +79,8 @@ class OwnParameters:
     def send(self, state: FlatState) -> None:
         """Take over this A, at once or after some own steps."""
         self._sent, self._steps_left = state, self._exchange.overlap
+        if not self._steps_left:
+            self.take_over()
 
     @property
     def behind(self) -> bool:

@@ -253,6 +253,7 @@ class ReplicatedCoordinator:
             return
         if self._unread:  # this replica was sent the A that is there now
             self._sent = shard.state.clone()
+            self._sent.version = self.decisions.version
         arrival, weight = next((a, w) for a, w in action.deltas if a.samples or self.distances)
         factor = weight / self.weight(arrival.samples)
         # Running buffers: always a mean.
@@ -282,8 +283,7 @@ class ReplicatedCoordinator:
         return sent
 
     def send(self, replica: ReplicaId, batches: BatchRange) -> None:
-        if replica == self._shard.coordinate.replica:
-            self._unread, self._shard.state.version = True, self.decisions.version
+        self._unread |= replica == self._shard.coordinate.replica
         self.attempts[replica] += 1
         self.batches[replica] = batches
         version, reads = self.decisions.version, self._shard.read_version
