@@ -1,6 +1,7 @@
 """R17: which sockets listen while a run lasts, and what strangers can do at them."""
 
 import contextlib
+import ipaddress
 import os
 import random
 import socket
@@ -9,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +41,21 @@ class Listener:
 
     Args:
         address: as an IP address.
-        command: of its process, the first words.
+        process: name of the process that has it.
+        command: of that process.
     """
 
     address: str
     port: int
-    pid: int
-    command: str
+    process: str
+    command: str = field(repr=False)
 
     @property
     def loopback(self) -> bool:
-        return self.address.startswith("127.") or self.address == "::1"
+        address = ipaddress.ip_address(self.address)
+        if isinstance(address, ipaddress.IPv6Address):  # gRPC writes 127.0.0.1 as ::ffff:127.0.0.1
+            address = address.ipv4_mapped or address
+        return address.is_loopback
 
     @property
     def torchruns(self) -> bool:
@@ -74,7 +79,9 @@ def listeners(folder: str) -> list[Listener]:
                 numbers = [bytes.fromhex(address)[i : i + 4][::-1] for i in range(0, len(address) // 2, 4)]
                 with contextlib.suppress(OSError):
                     command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-                    found.append(Listener(socket.inet_ntop(family, b"".join(numbers)), int(port, 16), pid, command))
+                    process = Path(f"/proc/{pid}/comm").read_text().strip()
+                    host = socket.inet_ntop(family, b"".join(numbers))
+                    found.append(Listener(host, int(port, 16), process, command))
     return found
 
 
