@@ -66,6 +66,27 @@ def trivial(options: Options) -> None:
             row(workers, f"{parameters:,}", optimizer, *rates, *(ratio(rounds, design) for design in DESIGNS))
 
 
+ON_RAY = [(8, 22_000, "sgd"), (2, 22_000, "sgd"), (8, 1_000_000, "sgd"), (4, 25_000_000, "sgd")]
+"""As TRIVIAL."""
+
+
+def on_ray(options: Options) -> None:
+    """Updates a second of Paceline's Ray engine where a Δ costs nothing."""
+    sides = ("stream", "calls", *DESIGNS)
+    columns = ["workers", "parameters", "optimizer", "by streams", "by calls", "Ray, separate", "Ray, merged"]
+    head(f"updates/s, {_how(options)}", *columns, "÷ calls", "÷ separate", "÷ merged")
+    for workers, parameters, optimizer in ON_RAY:
+        case = {"workers": workers, "parameters": parameters, "optimizer": optimizer, "seconds": options.seconds}
+        rounds = alternate(
+            options.pairs,
+            functools.partial(take, "on_ray:rates", **case),
+            functools.partial(take, "ray_server:trivial", **case),
+        )
+        rates = [middle(rounds, side) for side in sides]
+        ratios = [ratio(rounds, side, ours="stream") for side in sides[1:]]
+        row(workers, f"{parameters:,}", optimizer, *rates, *ratios)
+
+
 def cnn(options: Options) -> None:
     """Gradients a second of 25 workers."""
     workers = 25
@@ -117,12 +138,12 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     tables = parser.add_subparsers(title="tables", required=True)
-    for table, seconds in ((trivial, 3.0), (cnn, 10.0), (hogwild, 10.0)):
+    for table, seconds in ((trivial, 3.0), (on_ray, 3.0), (cnn, 10.0), (hogwild, 10.0)):
         options = tables.add_parser(table.__name__, help=table.__doc__)
         options.set_defaults(table=table)
         options.add_argument("--pairs", type=int, default=5, help="rounds in which each side is measured (%(default)s)")
         options.add_argument("--seconds", type=float, default=seconds, help="of each measurement (%(default)g)")
-        if table is not trivial:
+        if table in (cnn, hogwild):
             options.add_argument("--data", metavar="DIR", help="MNIST's files; without it noise of the same shape")
     chosen = parser.parse_args()
     chosen.table(chosen)

@@ -21,13 +21,13 @@ def middle(rounds: Sequence[Figures], side: str) -> str:
     return f"{median(figures[side] for figures in rounds):,.0f}"
 
 
-def ratio(rounds: Sequence[Figures], side: str) -> str:
+def ratio(rounds: Sequence[Figures], side: str, ours: str = OURS) -> str:
     """Our side over another: the median of the rounds' ratios.
 
     >>> ratio([{OURS: 3, "other": 2}, {OURS: 9, "other": 1}, {OURS: 4, "other": 1}], "other")
     '4.00'
     """
-    value = median(figures[OURS] / figures[side] for figures in rounds)
+    value = median(figures[ours] / figures[side] for figures in rounds)
     return f"{value:.0f}" if value >= 10 else f"{value:.2f}"
 
 

@@ -24,7 +24,9 @@ def other_worlds(trials: int) -> Outcome:
     done = subprocess.run([*command, *chosen], cwd=ROOT, capture_output=True, text=True, check=False, timeout=3600)
     for line in done.stdout.splitlines():
         verdict, _, name = line.partition(" ")
-        if verdict in ("PASSED", "FAILED", "ERROR") and name.startswith("tests/"):  # not a line of what a test has logged
+        if verdict in ("PASSED", "FAILED", "ERROR") and name.startswith(
+            "tests/"
+        ):  # not a line of what a test has logged
             outcome.trial(None if verdict == "PASSED" else name)
     if not outcome.trials:
         outcome.trial(done.stdout[-300:])

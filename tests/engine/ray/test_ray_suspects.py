@@ -78,18 +78,19 @@ def pushing_twice(folder: Path, worker: Any) -> None:
     replica, incarnation = client._replica
 
     def wrapped(measured: Any, **words: Any) -> None:
-        (client._replica, bad), own = ((replica, incarnation - 1), client._delta), torch.full_like
+        (client._replica, bad), own = ((replica, incarnation - 1), client._buffers.delta), torch.full_like
         good = [vector.clone() for vector in bad.vectors]
         for vector in bad.vectors:
             vector.copy_(own(vector, 1000.0))
         push(measured)
-        grant, arrays = client._reply.result()
+        grant, arrays = client._pending.result()
         assert grant is None, "it was taken"
-        assert arrays == []
+        assert not arrays
         for vector, value in zip(bad.vectors, good, strict=True):
             vector.copy_(value)
         client._replica = replica, incarnation
         push(measured, **words)
+        client._link.drop_stream()
         push(measured, **words)  # as after a server that died before it answered
         client.push = push
         (folder / "rejected").touch()

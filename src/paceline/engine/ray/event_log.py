@@ -70,6 +70,11 @@ class EventLog:
         self.lost = ""
         """Why the standby is none any more; whoever waits is told nothing until :meth:`release`."""
 
+    @property
+    def attached(self) -> bool:
+        """Return whether there is a standby that events are sent to."""
+        return self._standby is not None
+
     def add(self, event: str, *args: Any, refs: Sequence[Any] = (), arrays: Sequence[Bytes] = ()) -> None:
         """Note an event that the state has taken.
 

@@ -137,6 +137,12 @@ class RayExecutor:
         for arrival in arrivals:
             del self.undecided[arrival.replica, arrival.clock]
 
+    def own(self, replica: ReplicaId, attempt: Clock) -> None:
+        """Keep a copy of a Δ that is undecided, whose replica may write it again."""
+        delta = self.undecided.get((replica, attempt))
+        if delta is not None:
+            self.undecided[replica, attempt] = delta.clone()
+
     def cancel(self, replica: ReplicaId) -> None:
         self.cancelled(replica)
 

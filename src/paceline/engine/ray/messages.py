@@ -1,5 +1,6 @@
 """Messages between the actors and the driver, and tensors in Ray's object store."""
 
+import contextlib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -44,8 +45,10 @@ def arrays_of(state: FlatState) -> list[Bytes]:
 def state_of(layout: FlatLayout, arrays: Sequence[Bytes]) -> FlatState:
     """Return the state of these vectors, without a copy."""
     blocks = (*layout.parameters, *layout.buffers)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # as above
+    with contextlib.ExitStack() as ignoring:
+        if not all(array.flags.writeable for array in arrays):
+            ignoring.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore", UserWarning)  # as above
         vectors = [torch.from_numpy(a).view(b.dtype) for a, b in zip(arrays, blocks, strict=True)]
     return FlatState(layout, vectors[: len(layout.parameters)], vectors[len(layout.parameters) :])
 
@@ -95,7 +98,7 @@ class RayGrant(NamedTuple):
 
 
 # A grant and the A for it; None: training has ended for this replica.
-Reply: TypeAlias = tuple[RayGrant | None, list[Bytes]]
+Reply: TypeAlias = tuple[RayGrant | None, Sequence[Bytes]]
 
 END: Reply = (None, [])
 

@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, final
 
@@ -15,6 +16,8 @@ from paceline.core.types import Clock, Nanoseconds, Seconds, Version
 from paceline.engine.base import Job
 from paceline.engine.ray import messages
 from paceline.engine.ray.messages import ReplicaAssignment
+from paceline.engine.ray.push_stream import PushBuffers
+from paceline.engine.ray.server_link import PendingPush, ServerLink
 from paceline.engine.run_context import RunContext, set_threads_and_seed
 from paceline.engine.worker import (
     ClientWorker,
@@ -54,74 +57,9 @@ class CancelFlag:
             self._changed.wait_for(lambda: self.newest >= attempt, timeout_s)
 
 
-class ServerLink:
-    """The calls of one replica to the server of its run, or to the standby that has taken over from it.
-
-    Args:
-        run: number of the run.
-        server: the actor.
-        patience_s: longest wait for a standby to take over, where there is one; 0: there is none.
-    """
-
-    def __init__(self, run: int, server: Any, patience_s: Seconds) -> None:
-        self._run, self.server, self._patience_s = run, server, patience_s
-        self._changed = threading.Condition()
-
-    @property
-    def has_standby(self) -> bool:
-        """Return whether a standby may take over."""
-        return self._patience_s > 0
-
-    def turn_to(self, run: int, server: Any) -> None:
-        """Call another server from now on; called by another thread, for another run in vain."""
-        if run == self._run:
-            with self._changed:
-                self.server = server
-                self._changed.notify_all()
-
-    def begin(self, method: str, *args: Any) -> "PendingCall":
-        """Begin a call."""
-        return PendingCall(self, method, args)
-
-    def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the server's run and return the result."""
-        return self.begin(method, *args).result()
-
-    def after(self, server: Any, error: Exception) -> Any:
-        """Return the server that has taken over from one that was lost; raise the error if none has in time."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.server is not server, self._patience_s):
-                raise error
-            return self.server
-
-
-class PendingCall:
-    """A call of the server, which is made again where a standby has taken over meanwhile."""
-
-    def __init__(self, link: ServerLink, method: str, args: tuple[Any, ...]) -> None:
-        self._link, self._method, self._args = link, method, args
-        self._server = link.server
-        self._reply = self._server.ask.remote(method, *args)
-
-    def result(self) -> Any:
-        """Wait for the result."""
-        while True:
-            try:
-                return ray.get(self._reply)
-            except ray.exceptions.RayActorError as error:
-                if not self._link.has_standby:
-                    raise
-                self._server = self._link.after(self._server, error)
-                self._reply = self._server.ask.remote(self._method, *self._args)
-
-
-# Smaller arrays travel within a call: Ray's own limit.
-INLINE_BYTES = 100 * 1024
-
-
 @final
 class RayClient(GrantedClient):
-    """The client of one replica: each push is a call of the server's actor, whose reply is the next grant.
+    """The client of one replica: each push is answered with the next grant and its A.
 
     Args:
         link: to the server.
@@ -146,10 +84,10 @@ class RayClient(GrantedClient):
         super().__init__(attempt)
         self._link, self._replica, self._layout = link, (assignment.replica, assignment.incarnation), layout
         self._cancel, self._metrics, self._timeout_s = cancel, metrics, timeout_s
-        self._delta = layout.new()
+        self._buffers = PushBuffers(layout)
         self._state: FlatState | None = None
         self._version: Version = 0
-        self._reply: PendingCall | None = None
+        self._pending: PendingPush | None = None
         self._ended = False
         self._last_contact_s = 0.0
 
@@ -157,14 +95,15 @@ class RayClient(GrantedClient):
         """Wait for the server's reply and return whether to go on."""
         if self._under_way or self._ended:
             return self._under_way
-        call, self._reply = self._reply or self._link.begin("first", *self._replica, self.attempt), None
-        self._state = None  # frees the old A in the object store before the new one comes
-        reply: messages.Reply = call.result()
+        self._state = None  # frees the old A where that is in the object store before the new one comes
+        pending, self._pending = self._pending or self._link.begin("first", *self._replica, self.attempt), None
+        reply: messages.Reply = pending.result()
         grant, arrays = reply
         if grant is None:
             self._ended = True
             return False
-        self._state = messages.state_of(self._layout, arrays)
+        by_stream = arrays is self._buffers.sent_arrays
+        self._state = self._buffers.sent if by_stream else messages.state_of(self._layout, arrays)
         self.attempt, self._batches, self._version = grant
         self._state.version = self._version
         self._done, self._under_way, self._last_contact_s = 0, True, time.monotonic()
@@ -175,7 +114,7 @@ class RayClient(GrantedClient):
         return self._state
 
     def delta_buffer(self) -> FlatState:
-        return self._delta
+        return self._buffers.delta
 
     def cancelled(self) -> bool:
         """Return whether the attempt under way was cancelled, or the run has ended."""
@@ -194,12 +133,12 @@ class RayClient(GrantedClient):
         facts = measured.samples, measured.finite, measured.loss, self._metrics.newest
         (replica, incarnation), version = self._replica, self._version
         completion = messages.RayCompletion(replica, incarnation, self.attempt, version, *facts)
-        arrays: list[Any] = [] if cancelled else messages.arrays_of(self._delta)
-        refs: list[Any] = []
-        # Once to the object store, for the server and for its standby.
-        if self._link.has_standby and any(array.nbytes > INLINE_BYTES for array in arrays):
-            refs = arrays = [ray.put(array) for array in arrays]
-        self._reply = self._link.begin("push", completion, [*refs], *arrays)
+        self._pending = PendingPush(self._link, completion, self._buffers, cancelled=cancelled)
+
+    def close(self) -> None:
+        """Release the memory of Δ and A, and the stream."""
+        self._link.drop_stream()
+        self._buffers.close()
 
 
 # Requests for another host's clock; the fastest answer counts.
@@ -257,11 +196,14 @@ class ReplicaActor(messages.Actor):
 def _run_loop(job: Job, assignment: ReplicaAssignment, link: ServerLink, cancel: CancelFlag) -> list[Span]:
     context, replica = RunContext(job), assignment.replica
     set_threads_and_seed(job, replica)
-    module, sink, spans = job.program.build(), InMemorySink(), SpanLog(job.trace, replica)
-    try:
+    module, sink = job.program.build(), InMemorySink()
+    with ExitStack() as closing:
+        spans = SpanLog(job.trace, replica)
+        closing.callback(spans.close)
         layout = FlatLayout.of(module, job.running_buffers)
         attempt = max(assignment.attempt, context.positions[replica].attempt)
         client = RayClient(link, assignment, attempt, layout, cancel, sink, job.timeout_s)
+        closing.callback(client.close)
         metrics = WorkerMetrics(sink, replica, spans.recorder, 2 * layout.parameter_bytes, context.per_step)
         check_in_forward(module, client)
         inner = context.replica(replica, module, layout, spans.recorder)
@@ -271,5 +213,3 @@ def _run_loop(job: Job, assignment: ReplicaAssignment, link: ServerLink, cancel:
         worker.run(job.loop)
         link.call("done", replica, assignment.incarnation, sink.newest, list(sink.step_times))
         return spans.read()
-    finally:
-        spans.close()

@@ -29,6 +29,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import ray
+
 from paceline.core.mesh import Coordinate
 from paceline.core.records import Record
 from paceline.core.types import Clock, Nanoseconds, ReplicaId, Seconds
@@ -38,14 +40,12 @@ from paceline.engine.loop import TICK_S
 from paceline.engine.ray import messages
 from paceline.engine.ray.evaluation_actor import RayEvaluation
 from paceline.engine.ray.event_log import EventLog
+from paceline.engine.ray.late_replicas import LateReplicas
+from paceline.engine.ray.push_stream import StreamAddress, StreamListener
 from paceline.engine.ray.run_control import RunControl, wait_for
 from paceline.engine.ray.server_state import ServerState
-from paceline.engine.replica_pace import ReplicaPace
 from paceline.engine.run_context import threads
 from paceline.engine.worker_metrics import Figures, worker_figures
-
-# How long an actor's process may take to start, on top of timeout_s.
-START_S: Seconds = 60.0
 
 
 class ServerRun:
@@ -69,11 +69,10 @@ class ServerRun:
         """All that the user was to be told."""
         self._checkpointer = Checkpointer(state.context, state.loop, self._snapshot, say=self._sentences.append)
         state.executor.before_change = self._checkpointer.settle
+        host = ray.util.get_node_ip_address()
+        self._listener = StreamListener(host, state.executor.owner.state.layout, self.push)
         self._evaluation = RayEvaluation(job, state.queue, scorer, self._keep, run.fail)
-        self._pace = ReplicaPace(len(state.records), job.suspect_after_s, job.timeout_s)
-        self._suspects: dict[ReplicaId, messages.Suspect] = {}
-        self._held_back: set[ReplicaId] = set()
-        """Replicas whose Δs wait until the evaluator has caught up."""
+        self._late = LateReplicas(job, state)
         self._replied = [asyncio.Event() for _ in state.records]
         self._end_saved = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -88,7 +87,7 @@ class ServerRun:
             run.give_over()
         if state.phase != "starting":
             state.loop.last_event_s = run.now()
-            self._pace.handled(self._coordinator.computing - state.starting.keys(), run.now())
+            self._late.handled(run.now())
             for replica in self._coordinator.cancelling:
                 self._cancel(replica)
             self._task = asyncio.ensure_future(self._train())
@@ -105,16 +104,20 @@ class ServerRun:
         self._change("ready", replica, run.now())
         if replica in self._coordinator.cancelling:  # since before it took another's place
             self._cancel(replica)
-        self._pace.handled(self._coordinator.computing - state.starting.keys(), run.now())
+        self._late.handled(run.now())
         run.changed.set()
         await self._log.settled()
+
+    async def stream(self) -> StreamAddress:
+        """Return where replicas make streams, by which a push is sent and answered."""
+        return self._listener.address()
 
     async def first(self, replica: ReplicaId, incarnation: int, attempt: Clock) -> messages.Reply:
         """Return the first grant after this attempt, once there is one."""
         return await self._reply_after(replica, incarnation, attempt)
 
     async def push(
-        self, completion: messages.RayCompletion, refs: Sequence[Any], *arrays: messages.Bytes
+        self, completion: messages.RayCompletion, refs: Sequence[Any], *arrays: messages.Bytes, lent: bool = False
     ) -> messages.Reply:
         """Take a Δ, or without arrays the end of a cancelled attempt; return the next grant, once there is one.
 
@@ -122,16 +125,17 @@ class ServerRun:
             completion: the end of an attempt.
             refs: references of the arrays, if they are to be sent on.
             arrays: Δ.
+            lent: whether the replica writes these arrays again once it has the grant.
         """
         run, state, (replica, incarnation, attempt, *_) = self._run, self._state, completion
         while state.queue.full and not run.over:
-            self._held_back.add(replica)
+            self._late.held_back.add(replica)
             self._evaluation.evaluated.clear()
             await self._evaluation.evaluated.wait()
-        self._held_back.discard(replica)
+        self._late.held_back.discard(replica)
         if state.takes(replica, incarnation, attempt):
             with run.guarded():
-                self._take(completion, refs, arrays)
+                self._take(completion, refs, arrays, lent=lent)
         return await self._reply_after(replica, incarnation, attempt)
 
     async def excuse(self, replica: ReplicaId, incarnation: int, seconds: Seconds) -> None:
@@ -146,7 +150,7 @@ class ServerRun:
         if incarnation == record.incarnation and not record.finished:
             with self._run.guarded():
                 self._change("done", replica, figures, step_times)
-            self._pace.left(replica)
+            self._late.pace.left(replica)
         await self._log.settled()
         self._run.wake.set()
 
@@ -157,9 +161,16 @@ class ServerRun:
     # --------------------------------------------------------------------------------------------- calls of the driver
 
     async def begin(self) -> None:
-        """Begin training, once all replicas are ready."""
+        """Begin training, once all replicas are ready; return when the standby knows that it has begun."""
+        run = self._run
         if self._task is None:
+            if self._state.phase == "starting" and not run.over:
+                with run.guarded():
+                    run.begin()
+                    self._change("begin", run.began)
+                    self._late.handled(run.now())
             self._task = asyncio.ensure_future(self._train())
+        await self._log.settled(for_main=True)
 
     async def interrupt(self) -> None:
         """End training with what there is."""
@@ -171,7 +182,7 @@ class ServerRun:
         run, state = self._run, self._state
         run.wake.set()
         if incarnation == state.records[replica].incarnation:
-            self._pace.left(replica)
+            self._late.pace.left(replica)
             replaced = (self._job.on_death == "replace" or state.fewest) and not run.over
             with run.guarded():
                 self._change("lost", replica, reason, run.now(), replaced)
@@ -215,7 +226,7 @@ class ServerRun:
         else:
             progress = self._loop.history.progress("training" if phase == "training" else "scoring", run.now())
             progress = replace(progress, remarks=self._loop.remarks)
-        suspects, sentences = tuple(self._suspects.values()), tuple(self._sentences[known:])
+        suspects, sentences = self._late.suspects, tuple(self._sentences[known:])
         await self._log.settled(for_main=True)
         return messages.RunStatus(phase, progress, run.failure, waiting, sentences, suspects)
 
@@ -238,7 +249,7 @@ class ServerRun:
             if r in state.members
         ]
         notes: dict[str, str | int | float] = {"threads": threads(self._job.strategy), **self._checkpointer.notes()}
-        notes |= state.notes | self._pace.notes()
+        notes |= state.notes | self._late.pace.notes()
         account = loop.history.account(
             state.seconds, workers, loop.exits, notes, interrupted=signal is not None, signal=signal
         )
@@ -249,6 +260,7 @@ class ServerRun:
     def close(self) -> None:
         """Break the run off and release its resources."""
         self._break_off()
+        self._listener.close()
         self._checkpointer.close()
         self._state.executor.spans.close()
 
@@ -263,20 +275,33 @@ class ServerRun:
             self._evaluation.begin()
         return result
 
-    def _take(self, completion: messages.RayCompletion, refs: Sequence[Any], arrays: Sequence[messages.Bytes]) -> None:
+    def _take(
+        self,
+        completion: messages.RayCompletion,
+        refs: Sequence[Any],
+        arrays: Sequence[messages.Bytes],
+        *,
+        lent: bool,
+    ) -> None:
         """Have the policy decide on a Δ, or let a replica whose attempt was cancelled go on."""
         run, state, log, replica, now = self._run, self._state, self._log, completion.replica, self._run.now()
-        self._pace.arrived(replica, now)
+        self._late.pace.arrived(replica, now)
+        if lent and log.attached:  # the standby is sent them later
+            arrays, lent = [array.copy() for array in arrays], False
         if arrays and replica not in self._coordinator.cancelling:
-            delta = messages.state_of(state.executor.owner.state.layout, arrays)
-            observed = state.executor.statistics.observe(delta, now)
+            executor = state.executor
+            looks = executor.statistics.looks_inside
+            delta = messages.state_of(executor.owner.state.layout, arrays) if looks else None
+            observed = executor.statistics.observe(delta, now)
             state.arrived(completion, now, observed, arrays)
             log.add("arrived", completion, now, observed, refs=refs, arrays=arrays)
+            if lent:
+                executor.own(replica, completion.attempt)
         else:
             state.cancelled(replica, completion.figures)
             log.add("cancelled", replica, completion.figures)
         self._change("handled", run.now())  # an update may have taken time
-        self._pace.handled(self._coordinator.computing - state.starting.keys(), run.now())
+        self._late.handled(run.now())
         self._save_if_due()
         if not self._coordinator.present:
             run.wake.set()
@@ -316,17 +341,16 @@ class ServerRun:
         """Train to the end of the budget, and wait for the records."""
         run, state, coordinator = self._run, self._state, self._coordinator
         try:
-            if state.phase == "starting" and not run.over:
-                run.begin()
-                self._change("begin", run.began)
-                self._pace.handled(coordinator.computing, run.now())
             run.changed.set()
             while state.phase == "training" and not run.over and coordinator.present:
                 now = run.now()
                 wait_s = self._change("tick", now)
                 if wait_s is None:
                     break
-                self._check_late(now)
+                if (notes := self._late.look(now)) is not None:
+                    self._change("remarked", notes)
+                if self._late.suspects:
+                    run.changed.set()
                 self._save_if_due()
                 await wait_for(run.wake, wait_s)
             else:  # not the end of the budget
@@ -342,38 +366,6 @@ class ServerRun:
             self._save_end()
         run.done = True
         run.changed.set()
-
-    def _check_late(self, now: Seconds) -> None:
-        """Name replicas that are silent or slow, for main to end the silent ones where the run survives their death.
-
-        Raises:
-            PacelineError: no replica computes, or none pushes in time.
-        """
-        state, loop = self._state, self._loop
-        silent, loop.remarks = self._pace.look(
-            now,
-            lambda r: state.records[r].excused_s,
-            lambda r: state.records[r].attempt,
-            lambda r: r in self._held_back,
-        )
-        bound = START_S + self._job.timeout_s
-        reasons = {r: f"silent for {s:.1f} s; killed" for r, s in silent.items() if self._job.survives_deaths}
-        for replica, since in state.starting.items():
-            if now - since > bound:
-                reasons[replica] = f"did not start within {bound:g} s; killed"
-        self._suspects = {r: messages.Suspect(r, state.records[r].incarnation, why) for r, why in reasons.items()}
-        if self._suspects:
-            self._run.changed.set()
-        if (notes := self._pace.notes()) != {kind: state.notes.get(kind) for kind in notes}:
-            self._change("remarked", notes)
-        if self._coordinator.present and not state.starting:
-            loop.check_hang(
-                now,
-                "the server",
-                excused_until=lambda r: state.records[r].excused_s,
-                attempt=lambda r: state.records[r].attempt,
-                busy=lambda: self._evaluation.queue.full,  # replicas wait for the evaluator
-            )
 
     def _finish(self) -> None:
         """End training: no replica computes any more."""

@@ -1,0 +1,150 @@
+"""The calls of one replica to the server of its run, or to the standby that has taken over from it.
+
+A push goes by a stream (:mod:`paceline.engine.ray.push_stream`) as long as one can be made, everything else by calls of
+the actor. Either is made again of the standby where the server is lost; the server takes no Δ twice.
+"""
+
+import contextlib
+import threading
+from typing import Any
+
+import ray
+
+from paceline.core.types import Seconds
+from paceline.engine.ray import messages
+from paceline.engine.ray.push_stream import PushBuffers, PushStream, StreamAddress
+
+# Streams to one server that a replica tries to make before it pushes by calls alone.
+MOST_STREAMS = 3
+
+# Smaller arrays travel within a call: Ray's own limit.
+INLINE_BYTES = 100 * 1024
+
+
+class ServerLink:
+    """The way of one replica to its server.
+
+    Args:
+        run: number of the run.
+        server: the actor.
+        patience_s: longest wait for a standby to take over, where there is one; 0: there is none.
+    """
+
+    def __init__(self, run: int, server: Any, patience_s: Seconds) -> None:
+        self._run, self.server, self._patience_s = run, server, patience_s
+        self._changed = threading.Condition()
+        self._stream: PushStream | None = None
+        self._tries = MOST_STREAMS
+
+    @property
+    def has_standby(self) -> bool:
+        """Return whether a standby may take over."""
+        return self._patience_s > 0
+
+    def turn_to(self, run: int, server: Any) -> None:
+        """Call another server from now on; called by another thread, for another run in vain."""
+        if run == self._run:
+            with self._changed:
+                self.server, self._tries = server, MOST_STREAMS
+                self._changed.notify_all()
+                if self._stream is not None:
+                    self._stream.break_off()
+
+    def stream(self, buffers: PushBuffers) -> PushStream | None:
+        """Return the stream to the server, a new one where it has broken; None: there is none to be had."""
+        while self._stream is None and self._tries:
+            self._tries -= 1
+            server = self.server
+            address: StreamAddress = self.call("stream")
+            with contextlib.suppress(OSError, EOFError):
+                stream = PushStream(address, buffers)
+                with self._changed:
+                    self._stream = stream
+                    if self.server is not server:  # the address may be that of the server before
+                        stream.break_off()
+        return self._stream
+
+    def drop_stream(self) -> None:
+        """Close the stream, which has broken, or is used no more."""
+        with self._changed:
+            stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
+    def begin(self, method: str, *args: Any) -> "PendingCall":
+        """Begin a call."""
+        return PendingCall(self, method, args)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of the server's run and return the result."""
+        return self.begin(method, *args).result()
+
+    def after(self, server: Any, error: Exception) -> Any:
+        """Return the server that has taken over from one that was lost; raise the error if none has in time."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.server is not server, self._patience_s):
+                raise error
+            return self.server
+
+
+class PendingCall:
+    """A call of the server, which is made again where a standby has taken over meanwhile."""
+
+    def __init__(self, link: ServerLink, method: str, args: tuple[Any, ...]) -> None:
+        self._link, self._method, self._args = link, method, args
+        self._server = link.server
+        self._reply = self._server.ask.remote(method, *args)
+
+    def result(self) -> Any:
+        """Wait for the result."""
+        while True:
+            try:
+                return ray.get(self._reply)
+            except ray.exceptions.RayActorError as error:
+                if not self._link.has_standby:
+                    raise
+                self._server = self._link.after(self._server, error)
+                self._reply = self._server.ask.remote(self._method, *self._args)
+
+
+class PendingPush:
+    """A push, which is made again where its stream breaks, or a standby has taken over meanwhile.
+
+    Args:
+        link: to the server.
+        completion: the end of an attempt.
+        buffers: hold Δ, which is not to be written before there is a grant.
+        cancelled: whether there is no Δ.
+    """
+
+    def __init__(
+        self, link: ServerLink, completion: messages.RayCompletion, buffers: PushBuffers, *, cancelled: bool
+    ) -> None:
+        self._link, self._completion, self._buffers, self._cancelled = link, completion, buffers, cancelled
+        self._pending: PushStream | PendingCall = self._push()
+
+    def result(self) -> messages.Reply:
+        """Wait for the next grant and its A."""
+        while isinstance(pending := self._pending, PushStream):
+            try:
+                grant = pending.receive()
+                return (grant, self._buffers.sent_arrays) if grant is not None else messages.END
+            except (OSError, EOFError):
+                self._link.drop_stream()
+                self._pending = self._push()
+        reply: messages.Reply = pending.result()
+        return reply
+
+    def _push(self) -> PushStream | PendingCall:
+        """Push; return that by which the grant will come."""
+        arrays = [] if self._cancelled else self._buffers.delta_arrays
+        if self._link.has_standby and any(array.nbytes > INLINE_BYTES for array in arrays):
+            refs = [ray.put(array) for array in arrays]  # once to the object store, for the server and its standby
+            return self._link.begin("push", self._completion, refs, *refs)
+        while (stream := self._link.stream(self._buffers)) is not None:
+            try:
+                stream.push(self._completion, cancelled=self._cancelled)
+                return stream
+            except OSError:
+                self._link.drop_stream()
+        return self._link.begin("push", self._completion, [], *arrays)

@@ -1,0 +1,266 @@
+"""A push and its reply by a stream: what arrives, who may send, and what becomes of a Δ whose replica goes on."""
+
+import asyncio
+import contextlib
+import functools
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from paceline import Program, Run, launch
+from paceline.core.data_order import BatchRange
+from paceline.core.errors import PacelineError
+from paceline.engine.worker_metrics import Figures
+from paceline.replica.flat_state import FlatLayout
+from tests import oracle
+from tests.engine import programs
+
+pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
+
+from paceline.engine.ray import push_stream, server_link
+from paceline.engine.ray.engine import RayEngine
+from paceline.engine.ray.messages import END, Bytes, RayCompletion, RayGrant, Reply, arrays_of
+from paceline.engine.ray.push_stream import PushBuffers, PushStream, StreamAddress, StreamListener
+
+OnRay = Callable[..., Run]
+
+PATIENCE_S = 30.0
+
+
+def completion(attempt: int) -> RayCompletion:
+    return RayCompletion(3, 1, attempt, 7, 32, True, 0.25, Figures(1, 2**40, 3, 4))
+
+
+class Server:
+    """A listener in a loop of a thread of its own, and what it was sent."""
+
+    def __init__(self, layout: FlatLayout) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.pushed: list[tuple[RayCompletion, list[Bytes], bool]] = []
+        self.replies: list[Reply] = []
+        self.listener = StreamListener("127.0.0.1", layout, self._push)
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+
+        async def address() -> StreamAddress:
+            return self.listener.address()
+
+        self.address = self.do(address())
+
+    def do(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE_S)
+
+    async def _push(self, done: RayCompletion, refs: Sequence[Any], *arrays: Bytes, lent: bool) -> Reply:
+        self.pushed.append((done, [array.copy() for array in arrays], lent))
+        return self.replies.pop(0)
+
+    def close(self) -> None:
+        async def close() -> None:
+            self.listener.close()
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            await asyncio.wait(tasks) if tasks else None
+
+        self.do(close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(PATIENCE_S)
+        self.loop.close()
+
+
+def model(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.Linear(width, 3).double())
+
+
+@pytest.fixture(params=[5, 200_000], ids=["small", "in many reads"])
+def layout(request: pytest.FixtureRequest) -> FlatLayout:
+    module = model(request.param)
+    return FlatLayout.of(module, [name for name, _ in module.named_buffers()])
+
+
+@pytest.fixture
+def server(layout: FlatLayout) -> Iterator[Server]:
+    found = Server(layout)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def buffers(layout: FlatLayout) -> Iterator[PushBuffers]:
+    with contextlib.closing(PushBuffers(layout)) as found:
+        yield found
+
+
+def fill(vectors: list[Tensor], seed: int) -> list[Bytes]:
+    """Fill vectors with random bits; return them as bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    for vector in vectors:
+        raw = vector.view(torch.uint8)
+        raw.copy_(torch.randint(256, raw.shape, dtype=torch.uint8, generator=generator))
+    return [vector.view(torch.uint8).numpy().copy() for vector in vectors]
+
+
+@pytest.mark.parametrize("one_host", [True, False])
+def test_what_is_sent_arrives_bit_for_bit(
+    server: Server, layout: FlatLayout, buffers: PushBuffers, one_host: bool
+) -> None:
+    sent = layout.new()
+    address = server.address if one_host else server.address._replace(host_id="another")
+    stream = PushStream(address, buffers)
+    for attempt in (1, 2, 3):
+        pushed, returned = fill(buffers.delta.vectors, attempt), fill(sent.vectors, 10 * attempt)
+        server.replies = [(RayGrant(attempt + 1, BatchRange(2, 2**40, 5), 8), arrays_of(sent))]
+        stream.push(completion(attempt), cancelled=False)
+        assert stream.receive() == RayGrant(attempt + 1, BatchRange(2, 2**40, 5), 8)
+        assert [a.tobytes() for a in buffers.sent_arrays] == [a.tobytes() for a in returned]
+        done, arrays, lent = server.pushed.pop()
+        assert (done, lent) == (completion(attempt), one_host)
+        assert [a.tobytes() for a in arrays] == [a.tobytes() for a in pushed]
+    server.replies = [END]
+    stream.push(completion(4), cancelled=True)
+    assert stream.receive() is None
+    assert server.pushed == [(completion(4), [], one_host)]
+    stream.close()
+
+
+def test_a_replica_with_another_stream_is_answered_on_that_alone(
+    layout: FlatLayout, server: Server, buffers: PushBuffers
+) -> None:
+    """What the server has not answered on the first one it must not write into the replica's memory later."""
+    release = asyncio.Event()
+    first, second = (PushStream(server.address, buffers) for _ in range(2))
+    reply = RayGrant(2, BatchRange(0, 0, 1), 1), arrays_of(layout.new())
+    answered, took = server.listener._push, threading.Event()
+
+    async def waits(*args: Any, **named: Any) -> Reply:
+        took.set()
+        await release.wait()
+        return await answered(*args, **named)
+
+    server.listener._push = waits
+    first.push(completion(1), cancelled=False)
+    assert took.wait(PATIENCE_S)
+    server.listener._push, server.replies = answered, [reply]
+    second.push(completion(1), cancelled=False)
+    assert second.receive() == reply[0]
+    server.loop.call_soon_threadsafe(release.set)
+    with pytest.raises(EOFError):
+        first.receive()
+    assert server.replies == []
+    first.close()
+    second.close()
+
+
+# ------------------------------------------------------------------------------------------------------------ strangers
+
+
+def connected(server: Server) -> socket.socket:
+    return socket.create_connection(server.address[:2], PATIENCE_S)
+
+
+@pytest.mark.parametrize("answer", [b"", b"x", bytes(64), bytes(2000)])
+def test_who_does_not_know_the_token_is_told_nothing(buffers: PushBuffers, server: Server, answer: bytes) -> None:
+    with connected(server) as stranger, contextlib.suppress(ConnectionResetError):
+        assert len(stranger.recv(32, socket.MSG_WAITALL)) == 32
+        stranger.sendall(answer)
+        if len(answer) < 64:  # the server waits for the rest
+            stranger.shutdown(socket.SHUT_WR)
+        assert stranger.recv(1) == b""
+    assert server.pushed == []
+    with pytest.raises(EOFError):
+        PushStream(server.address._replace(token=bytes(32)), buffers)
+
+
+def test_a_replica_does_not_send_to_who_does_not_know_the_token(buffers: PushBuffers, server: Server) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def serve() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.sendall(bytes(32))
+                connection.recv(64, socket.MSG_WAITALL)
+                connection.sendall(bytes(32))
+                connection.recv(1)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        there = server.address._replace(port=other.getsockname()[1])
+        with pytest.raises(EOFError, match="another process listens"):
+            PushStream(there, buffers)
+        thread.join(PATIENCE_S)
+
+
+def test_half_open_connections_are_closed_in_time(
+    monkeypatch: pytest.MonkeyPatch, buffers: PushBuffers, server: Server
+) -> None:
+    monkeypatch.setattr(push_stream, "CONNECT_S", 0.2)
+    monkeypatch.setattr(push_stream, "MOST_OPENING", 3)
+    with contextlib.ExitStack() as held:
+        strangers = [held.enter_context(connected(server)) for _ in range(8)]
+        for stranger in strangers:
+            stranger.settimeout(PATIENCE_S)
+            with contextlib.suppress(ConnectionResetError), stranger.makefile("rb") as told:
+                assert len(told.read()) <= 32
+    monkeypatch.setattr(push_stream, "CONNECT_S", PATIENCE_S)
+    PushStream(server.address, buffers).close()
+
+
+# --------------------------------------------------------------------------------------------------------------- on Ray
+
+
+def test_streams_that_break_and_then_none_at_all(engine: RayEngine) -> None:
+    """A push is made again of another stream, in the end by a call, and no Δ counts twice."""
+    program = programs.program(optimizer=functools.partial(SGD, lr=0.1, momentum=0.9))
+    steps = 4 + server_link.MOST_STREAMS
+    assert steps <= 9, "one pass of the data and no more"
+    run = launch(broken, program, "replicas=2", engine=engine, steps=steps, progress=False, evaluate_every=10**6)
+    oracle.assert_same(run.model, oracle.one_process(program, 2, steps), 1e-12)  # as test_ray_parity
+    assert run.summary["gradients"] == 2 * steps
+
+
+def broken(worker: Any) -> None:
+    for step, batch in enumerate(worker.batches()):
+        stream = worker._client._link._stream
+        assert (stream is None) == (step == 0 or step > server_link.MOST_STREAMS)
+        if stream is not None:
+            stream.break_off()
+        worker.step(batch)
+
+
+class Sums(nn.Module):
+    """Its gradient is the mean of its inputs, whatever the parameters are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs @ self.weight
+
+
+def mean(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.mean() + 0 * targets.sum()
+
+
+def test_a_delta_that_waits_outlives_the_next_of_its_replica(on_ray: OnRay) -> None:
+    """Integers and powers of two have no rounding, so the sum of all Δs has the same bits in every order."""
+    inputs = torch.randint(-64, 64, (64, 4), generator=torch.Generator().manual_seed(5)).float()
+    data, sgd = (inputs, torch.zeros(64)), functools.partial(SGD, lr=0.5)
+    program = Program(model=Sums, loss=mean, optimizer=sgd, train=data, batch_size=4)
+    run = on_ray(program, "replicas=2 aggregation=buffered:k=2,hold=false", steps=8)
+    assert run.summary["applied"] == run.summary["gradients"] == 16
+    assert run.summary["updates"] == 8
+    # Two passes of 8 batches for each replica; an update steps on the mean of two Δs, or on their sum.
+    total = inputs.view(16, 4, 4).mean(1).sum(0)
+    weight = -0.5 * total / 2
+    assert torch.equal(run.model.weight, weight) or torch.equal(run.model.weight, 2 * weight)
+
+
+def test_memory_of_another_size_is_not_mapped(layout: FlatLayout) -> None:
+    other = PushBuffers(FlatLayout.of(model(7)))
+    with contextlib.closing(other), pytest.raises(PacelineError, match="were offered"):
+        PushBuffers(layout, other.address)
