@@ -17,20 +17,24 @@ EPOCHS, KILLS = 3, 20
 @row("samples", trials=5)
 def each_sample_once(trials: int) -> Outcome:
     """R18: kills over three epochs, on_death=replace; each trial is a seed."""
-    return _kills(
-        Outcome("R18", f"{KILLS} SIGKILLs over {EPOCHS} epochs, 4 workers, on_death=replace", PASSES), trials, "replace"
-    )
+    title = f"{KILLS} SIGKILLs over {EPOCHS} epochs, 4 workers, on_death=replace"
+    passes = f"{USED}; all bits and the accuracy as without kills"
+    return _kills(Outcome("R18", title, passes), trials, "replace")
 
 
 @row("samples-continue", trials=5)
 def each_sample_once_with_fewer(trials: int) -> Outcome:
-    """R18: replicas that die and are not replaced: what they had not used is handed on."""
+    """R18: replicas that die and are not replaced: what they had not used is handed on.
+
+    Updates of fewer replicas are means of fewer samples, and there are more of them: other training, whose accuracy is
+    shown, and judged by nothing.
+    """
     return _kills(
-        Outcome("R18", f"3 of 4 workers killed over {EPOCHS} epochs, on_death=continue", PASSES), trials, "continue"
+        Outcome("R18", f"3 of 4 workers killed over {EPOCHS} epochs, on_death=continue", USED), trials, "continue"
     )
 
 
-PASSES = "each sample in as many committed steps as epochs; accuracy within 0.2 points of a run without kills"
+USED = "each sample in as many committed steps as epochs"
 
 
 def _kills(outcome: Outcome, trials: int, on_death: str) -> Outcome:
@@ -61,7 +65,8 @@ def _kills(outcome: Outcome, trials: int, on_death: str) -> Outcome:
             failure = ending(result, whole, run)
         if result is not None:
             accuracies.append(result["accuracy"])
-            if shared_settings["data"] and abs(result["accuracy"] - whole["accuracy"]) > 0.002:
+            judged = on_death == "replace" and shared_settings["data"]
+            if judged and abs(result["accuracy"] - whole["accuracy"]) > 0.002:
                 failure = failure or f"accuracy {result['accuracy']:.4f} instead of {whole['accuracy']:.4f}"
         failure = f"{wrong} after {len(hit)} kills" if wrong else failure
         left = [] if result is None else result["left"]
