@@ -231,6 +231,28 @@ def broken(worker: Any) -> None:
         worker.step(batch)
 
 
+@pytest.mark.parametrize("width", [3, 3000])
+def test_replicas_on_other_hosts_send_bytes(engine: RayEngine, width: int) -> None:
+    program = programs.program(model=functools.partial(doubles, width), optimizer=functools.partial(SGD, lr=0.1))
+    run = launch(elsewhere, program, "replicas=3", engine=engine, steps=4, progress=False, evaluate_every=10**6)
+    oracle.assert_same(run.model, oracle.one_process(program, 3, 4), 1e-12)  # as test_ray_parity
+
+
+def doubles(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3)).double()
+
+
+def elsewhere(worker: Any) -> None:
+    """The plain loop of a replica that shares no memory with the server."""
+    host_id, push_stream.host_id = push_stream.host_id, lambda: "another host"
+    try:
+        for batch in worker.batches():
+            worker.step(batch)
+            assert not worker._client._link._stream._shared
+    finally:
+        push_stream.host_id = host_id
+
+
 class Sums(nn.Module):
     """Its gradient is the mean of its inputs, whatever the parameters are."""
 
