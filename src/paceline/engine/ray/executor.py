@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from paceline.aggregation.base import Apply, Arrival
 from paceline.checkpoint.base import TensorChunk
+from paceline.comm.recycling import RecyclingAllocator
 from paceline.core.data_order import BatchRange
 from paceline.core.types import Clock, ReplicaId, Seconds, Version
 from paceline.engine.ray.messages import END, Bytes, RayGrant, Reply, arrays_of
@@ -85,6 +86,8 @@ class RayExecutor:
 
     def __init__(self, context: RunContext, *, restore: bool = True) -> None:
         self.replicas = [ReplicaRecord(position.attempt) for position in context.positions]
+        self.allocate = RecyclingAllocator().empty
+        """Makes the vectors of A and of Δs."""
         resume = context.job.resume if restore else None
         self.version: Version = 0 if resume is None else resume.run.coordinator.version
         _, state = first_state(context.job.program, context.job.running_buffers)
@@ -126,7 +129,7 @@ class RayExecutor:
         self.before_change()
         began = time.monotonic_ns()
         deltas = [(self.undecided.pop((a.replica, a.clock)), weight) for a, weight in action.deltas]
-        destination = self.owner.state.layout.new()
+        destination = self.owner.state.layout.new(self.allocate)
         self.owner.apply(deltas, action.rate, alone=action.alone, out=destination, version=self.version)
         self.version += 1
         ended = time.monotonic_ns()
@@ -141,7 +144,7 @@ class RayExecutor:
         """Keep a copy of a Δ that is undecided, whose replica may write it again."""
         delta = self.undecided.get((replica, attempt))
         if delta is not None:
-            self.undecided[replica, attempt] = delta.clone()
+            self.undecided[replica, attempt] = delta.layout.new(self.allocate).copy_(delta)
 
     def cancel(self, replica: ReplicaId) -> None:
         self.cancelled(replica)

@@ -32,7 +32,7 @@ from paceline.core.errors import PacelineError
 from paceline.core.types import Seconds
 from paceline.engine.ray.messages import Bytes, RayCompletion, RayGrant, Reply, arrays_of
 from paceline.engine.worker_metrics import Figures
-from paceline.replica.flat_state import FlatLayout, FlatState
+from paceline.replica.flat_state import Allocate, FlatLayout, FlatState
 
 # Time in which a stream is made, or is not.
 CONNECT_S: Seconds = 10.0
@@ -120,10 +120,14 @@ class StreamListener:
         layout: of A.
         push: takes a completion, references (none) and the arrays of its Δ, and whether these may be written again once
             the replica has its next grant; returns that with its A.
+        allocate: makes the vectors of Δs; None: ordinary memory.
     """
 
-    def __init__(self, host: str, layout: FlatLayout, push: Callable[..., Awaitable[Reply]]) -> None:
-        self._host, self._layout, self._push, self._token = host, layout, push, secrets.token_bytes(_MAC_BYTES)
+    def __init__(
+        self, host: str, layout: FlatLayout, push: Callable[..., Awaitable[Reply]], allocate: Allocate | None = None
+    ) -> None:
+        self._host, self._layout, self._push, self._allocate = host, layout, push, allocate
+        self._token = secrets.token_bytes(_MAC_BYTES)
         self._socket: socket.socket | None = None
         self._opening = 0
         self._serving: dict[tuple[int, ...], asyncio.Task[None]] = {}
@@ -175,7 +179,7 @@ class StreamListener:
                 if follows and shared is not None:
                     arrays = shared.delta_arrays
                 elif follows:
-                    arrays = arrays_of(self._layout.new())
+                    arrays = arrays_of(self._layout.new(self._allocate))
                     for array in arrays:
                         await _receive(connection, array.data)
                 reply = await self._push(completion, (), *arrays, lent=shared is not None)

@@ -69,15 +69,14 @@ class ServerRun:
         """All that the user was to be told."""
         self._checkpointer = Checkpointer(state.context, state.loop, self._snapshot, say=self._sentences.append)
         state.executor.before_change = self._checkpointer.settle
-        host = ray.util.get_node_ip_address()
-        self._listener = StreamListener(host, state.executor.owner.state.layout, self.push)
+        executor, host = state.executor, ray.util.get_node_ip_address()
+        self._listener = StreamListener(host, executor.owner.state.layout, self.push, executor.allocate)
         self._evaluation = RayEvaluation(job, state.queue, scorer, self._keep, run.fail)
         self._late = LateReplicas(job, state)
         self._replied = [asyncio.Event() for _ in state.records]
         self._end_saved = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
-        executor = state.executor
         executor.replied, executor.cancelled = lambda r: self._replied[r].set(), self._cancel
 
     def take_over(self) -> None:
