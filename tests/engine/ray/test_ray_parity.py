@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from paceline import Run, Strategy, train
 from paceline.aggregation import Aggregation
+from paceline.comm import recycling
 from paceline.core.registry import family_of
 from tests import oracle
 from tests.engine import programs
@@ -67,6 +68,27 @@ def test_a_model_too_large_for_a_message(on_ray: OnRay) -> None:
 
 def large() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 3000), nn.Tanh(), nn.Linear(3000, 3)).double()
+
+
+def test_memory_of_vectors_that_are_gone_is_used_again(on_ray: OnRay) -> None:
+    """Snapshots wait for the evaluator meanwhile, Δs for others, and the standby's messages to be sent."""
+    program, settings = programs.program(optimizer=MOMENTUM), {"steps": STEPS, "evaluate_every": 1}
+    strategy = "replicas=3 standby=1"
+    whole = on_ray(program, strategy, **settings)
+    try:
+        again = functools.partial(recycling_from, 8)
+        run = on_ray(programs.program(optimizer=MOMENTUM, model=again), strategy, **settings)
+    finally:  # actors are kept for other tests
+        usual = functools.partial(recycling_from, recycling.LEAST_BYTES)
+        on_ray(programs.program(model=usual), strategy, steps=1)
+    assert [record.train_loss for record in run.history] == [record.train_loss for record in whole.history]
+    oracle.assert_same(run.model, whole.state, 0.0)
+
+
+def recycling_from(least_bytes: int) -> nn.Module:
+    """Build the model of :func:`tests.engine.programs.program`; vectors from this size on are recycled from now on."""
+    recycling.LEAST_BYTES = least_bytes
+    return programs.mlp()
 
 
 def test_accumulated_batches_are_one_larger_batch(on_ray: OnRay) -> None:
