@@ -4,6 +4,7 @@ import functools
 import ipaddress
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 
 from paceline import InputError, train
 from paceline.comm import liveness
-from paceline.engine.ray import cluster
+from paceline.engine.ray import cluster, messages
 from paceline.engine.ray.engine import RayEngine
+from paceline.engine.ray.replica import ReplicaActor
 from tests.engine import programs
 from tests.engine.local.commands import PATIENCE_S, eventually
 from tests.engine.ray.commands import ENDLESS, TWO_NODES, started
@@ -114,6 +116,40 @@ def test_a_cluster_that_is_not_there(no_ray: None, monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(InputError, match="engine='ray:auto': there is no Ray to join"):
         train(programs.program(), engine="ray:auto", steps=1, progress=False)
+
+
+def test_a_cluster_of_another_python(no_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = (
+        "Version mismatch: The cluster was started with:\n    Ray: 2.60.0\n    Python: 3.10.2\n"
+        "This process on 10.0.0.2 was started with:\n    Ray: 2.60.0\n    Python: 3.11.7\n"
+    )
+
+    def init(*_: object, **__: object) -> None:
+        raise RuntimeError(told)
+
+    monkeypatch.setattr("ray.init", init)
+    with pytest.raises(
+        InputError, match=r"started with: Ray: 2.60.0 Python: 3.10.2 This .* Python: 3.11.7; install the"
+    ):
+        train(programs.program(), engine="ray:10.0.0.1:6379", steps=1, progress=False)
+
+
+@pytest.mark.parametrize("name", ["Paceline", "torch"])
+def test_nodes_with_another_version(engine: RayEngine, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Of a node that was there at the start; and of one that joined later, as its actor says for itself."""
+    versions = messages.versions()
+    monkeypatch.setattr(messages, "versions", lambda: versions | {name: "9.9"})
+    engine.close()
+    with pytest.raises(
+        InputError, match=rf"version of {name} is {re.escape(versions[name])} on node .*, but 9.9 where the run"
+    ):
+        train(programs.program(), "replicas=2", engine=engine, steps=1, progress=False)
+    monkeypatch.undo()
+    assert train(programs.program(), "replicas=2", engine=engine, steps=1, progress=False).summary["updates"] == 1
+    assignment = messages.ReplicaAssignment(1, 0, 0, 0, 0)
+    ended = ReplicaActor().run([], assignment, None, "", versions | {name: "9.9"})
+    assert ended.failure is not None
+    assert "but 9.9 where the run was started" in ended.failure.decode()
 
 
 def test_a_node_without_paceline() -> None:

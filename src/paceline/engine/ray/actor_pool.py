@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from paceline.core.errors import WaitTimeoutError, WorkerError
+from paceline.core.errors import InputError, WaitTimeoutError, WorkerError
 from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.base import Job
 from paceline.engine.ray import messages
@@ -78,7 +78,7 @@ class ActorPool:
 
         servers = [self.server, self.standby] if job.strategy.standby else [self.server]
         actors = [*servers, self.scorer, *self.replicas[:count]]
-        pending = {actor.place.remote(): actor for actor in actors if actor not in self.locations}
+        pending = {actor.place.remote(messages.versions()): actor for actor in actors if actor not in self.locations}
         bound = job.timeout_s + EACH_S * len(pending)
         deadline = time.monotonic() + bound
         while pending and not (stop() and all(actor in self.replicas for actor in pending.values())):
@@ -86,6 +86,8 @@ class ActorPool:
                 try:
                     self.locations[pending.pop(ref)] = ray.get(ref)
                 except ray.exceptions.RayError as error:
+                    if isinstance(refused := getattr(error, "cause", None), InputError):
+                        raise refused from None
                     raise missing_package(error) or WorkerError(f"a Ray actor can't be started: {error}") from error
             progress(1 - len(pending) / len(actors))
             if time.monotonic() > deadline:

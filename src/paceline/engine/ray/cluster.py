@@ -83,6 +83,9 @@ class Cluster:
             self.close()
             if address is None or not isinstance(error, (ConnectionError, ValueError, RuntimeError)):
                 raise
+            if "Version mismatch" in str(error):
+                differ = " ".join(str(error).replace("Version mismatch: ", "").split())
+                raise InputError(f"engine='ray:{address}': {differ}; install the same on all nodes") from error
             raise InputError(
                 f"engine='ray:{address}': there is no Ray to join ({str(error).strip().splitlines()[0]}); start "
                 "one with ray start --head, or write engine='ray'"

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import socket
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -13,7 +15,7 @@ from numpy.typing import NDArray
 
 from paceline.comm.shared_pickle import object_of, parts_of
 from paceline.core.data_order import BatchRange
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InputError, PacelineError
 from paceline.core.records import Account, Record
 from paceline.core.types import Clock, Nanoseconds, ReplicaId, Version
 from paceline.engine.base import Progress
@@ -66,11 +68,28 @@ class WorkerLocation(NamedTuple):
     node: str
 
 
+def versions() -> dict[str, str]:
+    """Return the versions that must be alike on all nodes; those of Ray and Python Ray itself compares."""
+    return {"Paceline": sys.modules["paceline"].__version__, "torch": torch.__version__}
+
+
+def refuse_other_versions(expected: Mapping[str, str]) -> None:
+    """Raise InputError where this node has other versions than the one on which the run was started."""
+    for name, own in versions().items():
+        if own != expected[name]:
+            raise InputError(
+                f"version of {name} is {own} on node {socket.gethostname()} of the Ray cluster, but {expected[name]} "
+                "where the run was started; install the same version on all nodes"
+            )
+
+
 class Actor:
     """Base of the actors."""
 
-    def place(self) -> WorkerLocation:
-        """Return the location of this actor."""
+    def place(self, expected: Mapping[str, str] | None = None) -> WorkerLocation:
+        """Return the location of this actor; refuse to be one where its node has other versions than ``expected``."""
+        if expected is not None:
+            refuse_other_versions(expected)
         return WorkerLocation(os.getpid(), ray.get_runtime_context().get_node_id())
 
 

@@ -271,7 +271,8 @@ class RayRun:
         """Start a replica in its actor."""
         actors = self._actors
         node = actors.locations[actors.server].node
-        self._running[actors.replicas[part.replica].run.remote(self._job_parts, part, actors.server, node)] = part
+        call = actors.replicas[part.replica].run.remote(self._job_parts, part, actors.server, node, messages.versions())
+        self._running[call] = part
 
     def _save_end(self) -> None:
         """Have the server save the run after a worker has failed, for A itself is good; do nothing where it is lost."""

@@ -3,7 +3,7 @@
 import gc
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, final
@@ -165,11 +165,17 @@ class ReplicaActor(messages.Actor):
         self._link.turn_to(run, server)
 
     def run(
-        self, parts: Sequence[messages.Bytes], assignment: ReplicaAssignment, server: Any, node: str
+        self,
+        parts: Sequence[messages.Bytes],
+        assignment: ReplicaAssignment,
+        server: Any,
+        node: str,
+        versions: Mapping[str, str],
     ) -> messages.Ended:
-        """Run one replica's loop to the end of a run; the server is on this node."""
+        """Run one replica's loop to the end of a run, whose server is on a node with these versions."""
         self._cancel = CancelFlag(assignment.run)
         try:
+            messages.refuse_other_versions(versions)  # this node may have joined the cluster later
             job: Job = messages.unpack(parts)
             self._link = link = ServerLink(assignment.run, server, job.timeout_s if job.strategy.standby else 0.0)
             link.turn_to(*self._newest)  # it may have been named before
