@@ -1,6 +1,7 @@
 """What tells one program from another: parameters, optimizer, data, code; compared at a resume and between ranks."""
 
 import random
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,6 +50,11 @@ def fingerprint(program: Program, module: nn.Module) -> dict[str, str]:
         _code_of("loss"): code_digest(program.loss),
         "training set": _data(program.train),
     }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that the processes of a run must have in common."""
+    return {"version of Paceline": sys.modules["paceline"].__version__, "version of torch": torch.__version__}
 
 
 def differences(first: Mapping[str, str], second: Mapping[str, str], names: tuple[str, str]) -> str:

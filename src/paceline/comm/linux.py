@@ -27,7 +27,7 @@ _PIDFD_SEND_SIGNAL, _PIDFD_OPEN = 424, 434  # the same number on every architect
 # struct pidfd_info: a mask, the cgroup, eleven ids, the exit status.
 _PIDFD_INFO, _PIDFD_GET_INFO, _PIDFD_INFO_EXIT = struct.Struct("=QQ11Ii"), 0xC040FF0B, 1 << 3
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGEST_THRESHOLD, _NEVER = 2**25, 2**31 - 1  # glibc takes no larger mmap threshold, and an int
+LARGEST_KEPT_BYTES, _NEVER = 2**25, 2**31 - 1  # glibc takes no larger mmap threshold, and an int
 _SCHED_SETATTR, _SCHED_GETATTR, _RESET_ON_FORK = 314, 315, 1
 _SCHED_ATTR = struct.Struct("=IIQiIQQQII")
 _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
@@ -82,7 +82,7 @@ def keep_freed_memory() -> None:
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
+        libc.mallopt(_M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
 
 

@@ -1,6 +1,6 @@
 """Large vectors that are made again and again, without a page fault for every 4 KiB of each.
 
-A C library gives blocks of more than 32 MiB back to the system as soon as they are freed, whatever it is told, and the
+glibc gives blocks of more than 32 MiB back to the system as soon as they are freed, whatever it is told, and the
 system clears each page of the next one. An update of 25 million parameters into a new vector took 64 ms for that
 reason, and 14 ms into one whose pages were there (one core of an AMD EPYC).
 """
@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.comm.linux import LARGEST_KEPT_BYTES
+
 # Smaller vectors are the C library's, which keeps them (:func:`paceline.comm.linux.keep_freed_memory`).
-LEAST_BYTES = 32 << 20
+LEAST_BYTES = LARGEST_KEPT_BYTES
 
 
 class RecyclingAllocator:

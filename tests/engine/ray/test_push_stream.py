@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from paceline import Program, Run, launch
+from paceline import Program, Run, Strategy, launch
 from paceline.core.data_order import BatchRange
 from paceline.core.errors import PacelineError
+from paceline.engine.base import Budget, Job
+from paceline.engine.run_context import RunContext
 from paceline.engine.worker_metrics import Figures
 from paceline.replica.flat_state import FlatLayout
 from tests import oracle
@@ -25,6 +27,7 @@ pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
 
 from paceline.engine.ray import push_stream, server_link
 from paceline.engine.ray.engine import RayEngine
+from paceline.engine.ray.executor import RayExecutor
 from paceline.engine.ray.messages import END, Bytes, RayCompletion, RayGrant, Reply, arrays_of
 from paceline.engine.ray.push_stream import PushBuffers, PushStream, StreamAddress, StreamListener
 
@@ -273,13 +276,37 @@ def test_a_delta_that_waits_outlives_the_next_of_its_replica(on_ray: OnRay) -> N
     inputs = torch.randint(-64, 64, (64, 4), generator=torch.Generator().manual_seed(5)).float()
     data, sgd = (inputs, torch.zeros(64)), functools.partial(SGD, lr=0.5)
     program = Program(model=Sums, loss=mean, optimizer=sgd, train=data, batch_size=4)
-    run = on_ray(program, "replicas=2 aggregation=buffered:k=2,hold=false", steps=8)
+    run = on_ray(program, "replicas=2 aggregation=buffered:k=2,hold=false,combine=sum", steps=8)
     assert run.summary["applied"] == run.summary["gradients"] == 16
     assert run.summary["updates"] == 8
-    # Two passes of 8 batches for each replica; an update steps on the mean of two Δs, or on their sum.
-    total = inputs.view(16, 4, 4).mean(1).sum(0)
-    weight = -0.5 * total / 2
-    assert torch.equal(run.model.weight, weight) or torch.equal(run.model.weight, 2 * weight)
+    assert torch.equal(run.model.weight, -0.5 * inputs.view(16, 4, 4).mean(1).sum(0))
+
+
+def test_a_delta_in_a_replicas_memory_is_copied_when_that_goes_on_and_not_before() -> None:
+    """A save that may read it ends first."""
+    job = Job(programs.program(), Strategy(replicas=2), Budget("steps", 4, 4.0))
+    executor, saves = RayExecutor(RunContext(job)), list[int]()
+    executor.before_change = lambda: saves.append(1)
+    for replica in range(2):
+        executor.lent[replica] = 1
+        executor.undecided[replica, 1] = executor.owner.state.layout.new()
+    waiting, going_on = executor.undecided[0, 1], executor.undecided[1, 1]
+    values = fill(going_on.vectors, 5)
+    executor.send(1, BatchRange(1, 0, 1))
+    fill(going_on.vectors, 6)
+    assert saves == [1]
+    assert executor.undecided[0, 1] is waiting
+    assert [array.tobytes() for array in arrays_of(executor.undecided[1, 1])] == [a.tobytes() for a in values]
+    executor.send(1, BatchRange(1, 1, 1))
+    assert saves == [1]
+
+
+def test_where_a_server_can_not_listen_pushes_are_calls(buffers: PushBuffers, layout: FlatLayout) -> None:
+    assert StreamListener("192.0.2.1", layout, lambda *_, **__: asyncio.sleep(0)).address() is None
+    link = server_link.ServerLink(0, None, 0.0)
+    link.call = lambda method: None  # type: ignore[method-assign]
+    assert link.stream(buffers) is None
+    assert link._tries == 0
 
 
 def test_memory_of_another_size_is_not_mapped(layout: FlatLayout) -> None:

@@ -9,10 +9,11 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
 
-from paceline import Run, Strategy, train
+from paceline import Run, Strategy, launch, train
 from paceline.aggregation import Aggregation
 from paceline.comm import recycling
 from paceline.core.registry import family_of
+from paceline.engine.ray.engine import RayEngine
 from tests import oracle
 from tests.engine import programs
 
@@ -58,12 +59,27 @@ def test_actors_in_lockstep_are_one_process(on_ray: OnRay, name: str, replicas: 
     assert trained.summary["updates"] == trained.summary["steps"] == STEPS
 
 
-def test_a_model_too_large_for_a_message(on_ray: OnRay) -> None:
-    """From 100 kB on, arrays travel through the object store, where they can't be written."""
+@pytest.mark.parametrize("loop", ["by_stream", "by_calls"])
+def test_a_model_too_large_for_a_message(engine: RayEngine, loop: str) -> None:
+    """Of calls, arrays from 100 kB on are in the object store, where they can't be written."""
     program = programs.program(model=large, optimizer=functools.partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.01))
-    trained = on_ray(program, "replicas=3", steps=4)
+    settings: dict[str, Any] = {"steps": 4, "progress": False, "evaluate_every": 10**6}
+    trained = launch(globals()[loop], program, "replicas=3", engine=engine, **settings)
     assert trained.summary["parameter_bytes"][0] > 200_000
     oracle.assert_same(trained.model, oracle.one_process(program, 3, 4), ROUNDING)
+
+
+def by_stream(worker: Any) -> None:
+    for batch in worker.batches():
+        worker.step(batch)
+        assert worker._client._link._stream is not None
+
+
+def by_calls(worker: Any) -> None:
+    worker._client._link._tries = 0
+    for batch in worker.batches():
+        worker.step(batch)
+        assert worker._client._link._stream is None
 
 
 def large() -> nn.Module:

@@ -1,13 +1,12 @@
 """What all ranks must have in common: the job before the first step, and A after each update."""
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.fingerprint import differences
+from paceline.checkpoint.fingerprint import differences, versions
 from paceline.core.errors import PacelineError
 from paceline.core.types import Version
 from paceline.engine.base import Job
@@ -42,8 +41,7 @@ def check_job(job: Job, start_digest: str, context: RankContext) -> None:
 def facts(job: Job, start_digest: str) -> dict[str, str]:
     """Return what ranks must have in common that take part in one run, by name."""
     return {
-        "version of Paceline": sys.modules["paceline"].__version__,
-        "version of torch": torch.__version__,
+        **versions(),
         "strategy": str(job.strategy),
         "budget": str(job.budget),
         "checkpoint": str(job.checkpoint),

@@ -9,6 +9,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from paceline.checkpoint.fingerprint import versions
 from paceline.core.errors import InputError, WaitTimeoutError, WorkerError
 from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.base import Job
@@ -78,7 +79,7 @@ class ActorPool:
 
         servers = [self.server, self.standby] if job.strategy.standby else [self.server]
         actors = [*servers, self.scorer, *self.replicas[:count]]
-        pending = {actor.place.remote(messages.versions()): actor for actor in actors if actor not in self.locations}
+        pending = {actor.place.remote(versions()): actor for actor in actors if actor not in self.locations}
         bound = job.timeout_s + EACH_S * len(pending)
         deadline = time.monotonic() + bound
         while pending and not (stop() and all(actor in self.replicas for actor in pending.values())):

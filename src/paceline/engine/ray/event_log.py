@@ -23,6 +23,7 @@ import ray
 from paceline.core.errors import PacelineError
 from paceline.core.types import Seconds
 from paceline.engine.ray.messages import Bytes
+from paceline.engine.ray.run_control import BackgroundTasks
 from paceline.engine.ray.server_state import ServerState
 from paceline.engine.replica_pace import SILENT_STEPS
 
@@ -63,7 +64,7 @@ class EventLog:
         self._acknowledged = 0
         """All batches up to this one are at the standby."""
         self._early: set[int] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._moved = asyncio.Condition()
         self.guarded = False
         """Whether the standby has a copy, and nothing is told before it has the events as well."""
@@ -97,7 +98,7 @@ class EventLog:
         batch = Batch(self._run, self._sent, tuple(self._events), self._state.counts())
         (refs, arrays), self._delta = self._delta, ((), ())
         self._events.clear()
-        self._start(self._forward(batch, refs, arrays))
+        self._tasks.start(self._forward(batch, refs, arrays))
 
     async def settled(self, *, for_main: bool = False) -> None:
         """Wait until the standby has all events up to now, if there is one; if it is lost, until main has dropped it.
@@ -129,7 +130,7 @@ class EventLog:
         self._standby, self.lost = standby, ""
         self._sent = self._acknowledged = 0
         self._early.clear()
-        self._start(self._install(standby.install.remote(self._run, self._state.copy())))
+        self._tasks.start(self._install(standby.install.remote(self._run, self._state.copy())))
         self._sent = 1
         async with self._moved:
             await self._moved.wait_for(lambda: bool(self.lost) or self._acknowledged == self._sent)
@@ -189,12 +190,6 @@ class EventLog:
         async with self._moved:
             self._moved.notify_all()
         self._broken()
-
-    def _start(self, coroutine: Any) -> None:
-        """Run a coroutine beside; the reference keeps it alive."""
-        task = asyncio.ensure_future(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 class Follower:

@@ -1,7 +1,7 @@
 """Executes the coordinator's decisions on Ray: updates A, discards Δs, answers replicas.
 
-An update writes its A into new vectors: those that were sent, or handed in for evaluation, are never written again,
-since the object store and other actors read them without a copy.
+An update writes its A into other vectors than those that were sent, or handed in for evaluation, as long as anything
+refers to them: streams, the object store and other actors read them without a copy.
 """
 
 import time
@@ -101,6 +101,8 @@ class RayExecutor:
             for name in resume.deltas() if context.keeps_policy else []:
                 self.undecided[name] = delta = state.layout.new()
                 resume.checkpoint.read_into(delta_chunks(delta, *name))
+        self.lent: dict[ReplicaId, Clock] = {}
+        """Replicas whose Δ of this attempt is in memory that they write again once they have the next grant."""
         self.sent: tuple[Version, list[Bytes]] | None = None
         """The newest A that was sent, by its version: those who compute from one version have the same arrays."""
         self.replied: Callable[[ReplicaId], None] = lambda _: None
@@ -108,7 +110,7 @@ class RayExecutor:
         self.cancelled: Callable[[ReplicaId], None] = lambda _: None
         """Called when a replica's attempt is to stop."""
         self.before_change: Callable[[], None] = lambda: None
-        """Called before A's optimizer changes."""
+        """Called before anything changes that a save may read."""
         self.spans = SpanLog(context.job.trace, SERVER)
         """Of the updates."""
 
@@ -119,6 +121,8 @@ class RayExecutor:
 
     def send(self, replica: ReplicaId, batches: BatchRange) -> None:
         record = self.replicas[replica]
+        if replica in self.lent:
+            self._take_back(replica, self.lent.pop(replica))
         record.attempt += 1
         if self.sent is None or self.sent[0] != self.version:
             self.sent = self.version, arrays_of(self.owner.state)
@@ -140,15 +144,16 @@ class RayExecutor:
         for arrival in arrivals:
             del self.undecided[arrival.replica, arrival.clock]
 
-    def own(self, replica: ReplicaId, attempt: Clock) -> None:
-        """Keep a copy of a Δ that is undecided, whose replica may write it again."""
-        delta = self.undecided.get((replica, attempt))
-        if delta is not None:
-            self.undecided[replica, attempt] = delta.layout.new(self.allocate).copy_(delta)
-
     def cancel(self, replica: ReplicaId) -> None:
         self.cancelled(replica)
 
     def dismiss(self, replica: ReplicaId) -> None:
         self.replicas[replica].reply(END)
         self.replied(replica)
+
+    def _take_back(self, replica: ReplicaId, attempt: Clock) -> None:
+        """Read no more of a Δ in a replica's memory: copy it if it is undecided, after a save that may read it."""
+        self.before_change()
+        delta = self.undecided.get((replica, attempt))
+        if delta is not None:
+            self.undecided[replica, attempt] = delta.layout.new(self.allocate).copy_(delta)

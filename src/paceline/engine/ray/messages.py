@@ -3,7 +3,6 @@
 import contextlib
 import os
 import socket
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -13,6 +12,7 @@ import ray
 import torch
 from numpy.typing import NDArray
 
+from paceline.checkpoint.fingerprint import differences, versions
 from paceline.comm.shared_pickle import object_of, parts_of
 from paceline.core.data_order import BatchRange
 from paceline.core.errors import InputError, PacelineError
@@ -68,19 +68,10 @@ class WorkerLocation(NamedTuple):
     node: str
 
 
-def versions() -> dict[str, str]:
-    """Return the versions that must be alike on all nodes; those of Ray and Python Ray itself compares."""
-    return {"Paceline": sys.modules["paceline"].__version__, "torch": torch.__version__}
-
-
 def refuse_other_versions(expected: Mapping[str, str]) -> None:
-    """Raise InputError where this node has other versions than the one on which the run was started."""
-    for name, own in versions().items():
-        if own != expected[name]:
-            raise InputError(
-                f"version of {name} is {own} on node {socket.gethostname()} of the Ray cluster, but {expected[name]} "
-                "where the run was started; install the same version on all nodes"
-            )
+    """Raise InputError where this node has other versions than the main process; Ray compares its own and Python's."""
+    if found := differences(versions(), expected, (f"node {socket.gethostname()} of the Ray cluster", "main")):
+        raise InputError(f"{found}; install the same version on all nodes")
 
 
 class Actor:

@@ -31,6 +31,7 @@ from paceline.core.data_order import BatchRange
 from paceline.core.errors import PacelineError
 from paceline.core.types import Seconds
 from paceline.engine.ray.messages import Bytes, RayCompletion, RayGrant, Reply, arrays_of
+from paceline.engine.ray.run_control import BackgroundTasks
 from paceline.engine.worker_metrics import Figures
 from paceline.replica.flat_state import Allocate, FlatLayout, FlatState
 
@@ -132,21 +133,24 @@ class StreamListener:
         self._opening = 0
         self._serving: dict[tuple[int, ...], asyncio.Task[None]] = {}
         """By replica and incarnation."""
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
 
-    def address(self) -> StreamAddress:
-        """Return where it listens, from now on."""
+    def address(self) -> StreamAddress | None:
+        """Return where it listens, from now on; None: it can't listen there."""
         if self._socket is None:
-            self._socket = socket.create_server((self._host, 0), backlog=MOST_OPENING)
+            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+            try:
+                self._socket = socket.create_server((self._host, 0), family=family, backlog=MOST_OPENING)
+            except OSError:
+                return None
             self._socket.setblocking(False)
-            self._start(self._listen(self._socket))
+            self._tasks.start(self._listen(self._socket))
         host, port = self._socket.getsockname()[:2]
         return StreamAddress(host, port, self._token, host_id())
 
     def close(self) -> None:
         """Close all streams."""
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
 
     async def _listen(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -154,7 +158,7 @@ class StreamListener:
             while True:
                 connection, _ = await loop.sock_accept(listening)
                 if self._opening < MOST_OPENING:
-                    self._start(self._serve(connection))
+                    self._tasks.start(self._serve(connection))
                 else:
                     connection.close()
 
@@ -231,12 +235,6 @@ class StreamListener:
         await loop.sock_sendall(connection, header)
         for array in arrays:
             await loop.sock_sendall(connection, array.data)
-
-    def _start(self, coroutine: Awaitable[None]) -> None:
-        """Run a coroutine beside; the reference keeps it alive."""
-        task = asyncio.ensure_future(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 class PushStream:

@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 
+from paceline.checkpoint.fingerprint import versions
 from paceline.core.errors import WaitTimeoutError, WorkerError, failure_text
 from paceline.core.mesh import Coordinate
 from paceline.core.types import ReplicaId, Seconds
@@ -271,7 +272,7 @@ class RayRun:
         """Start a replica in its actor."""
         actors = self._actors
         node = actors.locations[actors.server].node
-        call = actors.replicas[part.replica].run.remote(self._job_parts, part, actors.server, node, messages.versions())
+        call = actors.replicas[part.replica].run.remote(self._job_parts, part, actors.server, node, versions())
         self._running[call] = part
 
     def _save_end(self) -> None:

@@ -1,10 +1,11 @@
-"""What controls a run at the server: its clock, its first failure, and what wakes those who wait."""
+"""What controls a run at the server: its clock, first failure, background tasks, and what wakes those who wait."""
 
 import asyncio
 import contextlib
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from typing import Any
 
 from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.types import Nanoseconds, Seconds
@@ -58,6 +59,24 @@ class RunControl:
         self.over = True
         self.wake.set()
         self.changed.set()
+
+
+class BackgroundTasks:
+    """Coroutines that run beside; the references keep them alive."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine."""
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def cancel(self) -> None:
+        """Cancel those that have not ended."""
+        for task in self._tasks:
+            task.cancel()
 
 
 async def wait_for(event: asyncio.Event, timeout_s: Seconds) -> None:

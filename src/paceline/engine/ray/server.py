@@ -42,7 +42,7 @@ from paceline.engine.ray.evaluation_actor import RayEvaluation
 from paceline.engine.ray.event_log import EventLog
 from paceline.engine.ray.late_replicas import LateReplicas
 from paceline.engine.ray.push_stream import StreamAddress, StreamListener
-from paceline.engine.ray.run_control import RunControl, wait_for
+from paceline.engine.ray.run_control import BackgroundTasks, RunControl, wait_for
 from paceline.engine.ray.server_state import ServerState
 from paceline.engine.run_context import threads
 from paceline.engine.worker_metrics import Figures, worker_figures
@@ -75,7 +75,7 @@ class ServerRun:
         self._late = LateReplicas(job, state)
         self._replied = [asyncio.Event() for _ in state.records]
         self._end_saved = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._task: asyncio.Task[None] | None = None
         executor.replied, executor.cancelled = lambda r: self._replied[r].set(), self._cancel
 
@@ -107,8 +107,8 @@ class ServerRun:
         run.changed.set()
         await self._log.settled()
 
-    async def stream(self) -> StreamAddress:
-        """Return where replicas make streams, by which a push is sent and answered."""
+    async def stream(self) -> StreamAddress | None:
+        """Return where replicas make streams, by which a push is sent and answered; None: there can be none."""
         return self._listener.address()
 
     async def first(self, replica: ReplicaId, incarnation: int, attempt: Clock) -> messages.Reply:
@@ -291,11 +291,11 @@ class ServerRun:
             executor = state.executor
             looks = executor.statistics.looks_inside
             delta = messages.state_of(executor.owner.state.layout, arrays) if looks else None
+            if lent:
+                executor.lent[replica] = completion.attempt
             observed = executor.statistics.observe(delta, now)
             state.arrived(completion, now, observed, arrays)
             log.add("arrived", completion, now, observed, refs=refs, arrays=arrays)
-            if lent:
-                executor.own(replica, completion.attempt)
         else:
             state.cancelled(replica, completion.figures)
             log.add("cancelled", replica, completion.figures)
@@ -325,9 +325,7 @@ class ServerRun:
             actor.cancel.options(concurrency_group=messages.CONTROL).remote(self._number, attempt)
 
         if actor is not None:
-            task = asyncio.ensure_future(cancel())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.start(cancel())
 
     def _keep(self, record: Record) -> None:
         self._change("evaluated", record)

@@ -55,7 +55,10 @@ class ServerLink:
         while self._stream is None and self._tries:
             self._tries -= 1
             server = self.server
-            address: StreamAddress = self.call("stream")
+            address: StreamAddress | None = self.call("stream")
+            if address is None:
+                self._tries = 0
+                break
             with contextlib.suppress(OSError, EOFError):
                 stream = PushStream(address, buffers)
                 with self._changed:

@@ -18,17 +18,15 @@ import itertools
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import torch
 from torch._C._distributed_c10d import Store, TCPStore
 
-from paceline.checkpoint.fingerprint import differences
+from paceline.checkpoint.fingerprint import differences, versions
 from paceline.comm.shm.rendezvous import host_id
 from paceline.core.errors import InputError, PacelineError, WaitTimeoutError, WorkerError
 from paceline.core.types import Seconds
@@ -100,8 +98,7 @@ def attend(
     """
     if not 0 <= rank < size:
         raise InputError(f"RANK={rank} WORLD_SIZE={size}: ranks are 0 to WORLD_SIZE - 1; start each of them once")
-    versions = {"version of Paceline": sys.modules["paceline"].__version__, "version of torch": torch.__version__}
-    terms = {"number of ranks": str(size), **versions, **terms}
+    terms = {"number of ranks": str(size), **versions(), **terms}
     own = RankArrival(store.add("arrivals", 1), rank, os.getpid(), socket.gethostname(), host_id(), terms)
     store.set(f"arrival {own.ticket}", json.dumps(asdict(own)))
     arrived = list[RankArrival]()
