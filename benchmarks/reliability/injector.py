@@ -202,10 +202,10 @@ def torchrun(ranks: int, *words: str) -> list[str]:
     ]  # fmt: skip
 
 
-def undisturbed(**settings: Any) -> dict[str, Any]:
+def undisturbed(*, bound_s: float = BOUND_S, **settings: Any) -> dict[str, Any]:
     """Return the result of a run that nothing happens to."""
     with trainee(**settings) as run:
-        result = run.result()
+        result = run.result(bound_s)
         if result is None:
             raise RuntimeError(f"a run that nothing happened to failed: {settings}\n{run.stderr()[-2000:]}")
     return result

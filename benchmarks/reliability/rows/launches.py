@@ -43,7 +43,7 @@ def differing(field: str) -> Wrong:
 
 WRONG: dict[str, Wrong] = {
     "twice": Wrong(r"rank 1 was started twice: process \d+ on \S+ and process \d+", ((0, 3), (1, 3), (1, 3))),
-    "missing": Wrong(r"waited 8 s for rank 2 of 3, and only rank", ((0, 3), (1, 3))),
+    "missing": Wrong(r"waited 5 s for rank 2 of 3, and only rank", ((0, 3), (1, 3))),
     "size": Wrong(differing("number of ranks").named, ((0, 2), (1, 3))),
     "port": Wrong(r"found no store of torch at .* MASTER_PORT=\d+: process \d+ \(\S+\) listens there", occupied=True),
     "torch": differing("version of torch"),
@@ -170,7 +170,7 @@ def start_wrongly(trials: int) -> Outcome:
 
 @compared("launch", DDP, trials=len(WRONG))
 def start_ddp_wrongly(trials: int) -> Observed:
-    """The same by plain DistributedDataParallel on Gloo with a timeout of 8 s."""
+    """The same by plain DistributedDataParallel on Gloo with a timeout of 5 s."""
     found, kinds = Counter[str](), list(WRONG)
     for i in range(trials):
         kind = kinds[i % len(kinds)]

@@ -17,6 +17,7 @@ from paceline.program import Program, Tree, accuracy, call, leaves
 from paceline.replica.base import Batch
 from paceline.replica.flat_state import digest
 from paceline.replica.module_utils import materialize
+from paceline.replica.optimizer_factory import build_optimizer
 
 NO_PARAMETER = "the loss does not depend on any parameter; is there a detach() or no_grad() on the way?"
 
@@ -136,7 +137,7 @@ def _metrics(program: Program, output: Tree, target: Tree) -> Mapping[str, Calla
 def _optimizer(program: Program, parameters: Sequence[Tensor]) -> Optimizer:
     optimizer: Any
     with _named("optimizer(parameters) failed"):
-        optimizer = program.optimizer(parameters)
+        optimizer = build_optimizer(program.optimizer, parameters)
     if not isinstance(optimizer, Optimizer):
         raise InputError(
             f"optimizer(parameters) returned {type(optimizer).__name__}, not a torch optimizer; "

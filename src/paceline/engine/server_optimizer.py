@@ -17,8 +17,9 @@ from paceline.core.delta import Change, Distance
 from paceline.core.types import Seconds, Version
 from paceline.engine.run_state import ResumePoint
 from paceline.program import Program
-from paceline.replica.flat_optimizer import FlatOptimizer, clip
+from paceline.replica.flat_optimizer import FlatOptimizer
 from paceline.replica.flat_state import FlatLayout, FlatState
+from paceline.replica.gradient_clipping import clip
 from paceline.replica.noise_estimator import NoiseEstimator, Preconditioner
 from paceline.replica.optimizer_kernels import StepKernel
 from paceline.replica.optimizer_state import whole_chunks

@@ -1,17 +1,10 @@
-"""An optimizer that steps on a state: on its flat vectors, one for each dtype, where that gives the same bits.
+"""An optimizer that steps on a state: on its flat vectors, one for each dtype, where that gives the same bits."""
 
-Gradients are clipped by the norm of all parameters. Where one process has all of them, :func:`clip` does it. Where they
-are sharded, each rank adds up ``square_norm`` of what it has, the squares are all-reduced, and all ranks scale by
-``clip_scale`` of the sum (:func:`clip_by_square`).
-"""
-
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.checkpoint.base import OPTIMIZER, TensorChunk, slot_name
@@ -19,7 +12,8 @@ from paceline.checkpoint.reader import TensorSource
 from paceline.checkpoint.scalars import is_scalar, scalar_of_json, scalar_to_json, scalars_to_json
 from paceline.core.errors import PacelineError
 from paceline.program import leaves
-from paceline.replica.flat_state import FlatLayout, FlatState, TensorEntry
+from paceline.replica.flat_state import FlatState, TensorEntry
+from paceline.replica.optimizer_factory import OptimizerFactory, build_optimizer, is_elementwise
 from paceline.replica.optimizer_kernels import StepKernel, has_hooks, kernel_of
 from paceline.replica.optimizer_state import (
     Describe,
@@ -30,12 +24,6 @@ from paceline.replica.optimizer_state import (
     scheduler_to_json,
     slots_of,
 )
-
-OptimizerFactory: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
-
-# Optimizers that treat each element alone and create their state at the first step: on A as one flat vector they give
-# the same bits as on its tensors, in a fraction of the time.
-ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop)
 
 
 class FlatOptimizer:
@@ -60,7 +48,7 @@ class FlatOptimizer:
         self._flat = False
         """True if the optimizer steps on whole vectors, else on their tensors."""
         self._parameters = self._new_parameters(gradient)
-        self._optimizer = make(self._parameters)
+        self._optimizer = build_optimizer(make, self._parameters)
         if is_elementwise(self._optimizer, len(self._parameters)):
             self._flat = True
             self._optimizer.param_groups[0]["params"] = self._parameters = self._new_parameters(gradient)
@@ -340,78 +328,3 @@ class FlatOptimizer:
 
     def _tensors(self, state: FlatState) -> list[Tensor]:
         return state.parameters if self._flat else state.views.parameters
-
-
-def shape_only_parameters(layout: FlatLayout) -> dict[str, nn.Parameter]:
-    """Return parameters of a layout's names and shapes without memory, to see how an optimizer groups them."""
-    entries = [(entry, block.dtype) for block in layout.parameters for entry in block.entries]
-    return {e.name: nn.Parameter(torch.zeros((), dtype=dtype).expand(e.shape)) for e, dtype in entries}
-
-
-def is_elementwise(optimizer: Optimizer, parameters: int) -> bool:
-    """Return True if an optimizer of so many parameters treats each element alone, and all alike."""
-    groups = optimizer.param_groups
-    alike = len(groups) == 1 and len(groups[0]["params"]) == parameters
-    return alike and type(optimizer) in ELEMENTWISE and not optimizer.state
-
-
-def optimizer_of_vectors(make: OptimizerFactory, whole: FlatLayout) -> OptimizerFactory:
-    """Return an optimizer of any slices of A's vectors, if it :func:`is_elementwise`: its only group is that of A."""
-
-    def of_vectors(vectors: list[nn.Parameter]) -> Optimizer:
-        optimizer = make(list(shape_only_parameters(whole).values()))
-        optimizer.param_groups[0]["params"] = list(vectors)
-        return optimizer
-
-    return of_vectors
-
-
-def optimizer_of_part(make: OptimizerFactory, whole: FlatLayout, part: FlatLayout) -> OptimizerFactory:
-    """Return an optimizer of a part of A, whose groups are those that it makes of all parameters.
-
-    It is given all of them in their order and shapes, since it may group by place or shape; those of other parts have
-    no memory.
-    """
-
-    def of_part(parameters: list[nn.Parameter]) -> Optimizer:
-        own = dict(zip(part.parameter_names, parameters, strict=True))
-        absent = shape_only_parameters(whole)
-        optimizer = make([own.get(name, parameter) for name, parameter in absent.items()])
-        own_of = {id(parameter): parameter for parameter in parameters}
-        if any(parameter.shape != absent[name].shape for name, parameter in own.items()):
-            # State is created for the shard of a tensor, groups by its full shape.
-            optimizer.param_groups = make(list(absent.values())).param_groups
-            own_of = {id(absent[name]): parameter for name, parameter in own.items()}
-        for group in optimizer.param_groups:
-            group["params"] = [own_of[id(p)] for p in group["params"] if id(p) in own_of]
-        for parameter in absent.values():
-            optimizer.state.pop(parameter, None)
-        return optimizer
-
-    return of_part
-
-
-def square_norm(vectors: Iterable[Tensor]) -> float:
-    """Return the square of the Euclidean norm over all vectors."""
-    return sum(float(torch.linalg.vector_norm(v)) ** 2 for v in vectors)
-
-
-def clip_scale(square: float, bound: float) -> float:
-    """Return the factor that bounds the norm of a vector of this squared norm, as torch's clip_grad_norm_ computes it.
-
-    >>> round(clip_scale(25.0, 1.0), 3), clip_scale(0.25, 1.0)
-    (0.2, 1.0)
-    """
-    return min(1.0, bound / (math.sqrt(square) + 1e-6))
-
-
-def clip_by_square(vectors: list[Tensor], square: float, bound: float) -> None:
-    """Scale the vectors in place, whose squared norm, over all ranks, is ``square``, to a norm of at most ``bound``."""
-    scale = clip_scale(square, bound)
-    if scale < 1.0 and vectors:
-        torch._foreach_mul_(vectors, scale)
-
-
-def clip(vectors: list[Tensor], bound: float) -> None:
-    """Scale the vectors in place so that their norm is at most ``bound``."""
-    clip_by_square(vectors, square_norm(vectors), bound)

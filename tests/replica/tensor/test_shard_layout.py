@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.replica.flat_optimizer import FlatOptimizer, optimizer_of_part
+from paceline.replica.flat_optimizer import FlatOptimizer
 from paceline.replica.flat_state import FlatLayout
+from paceline.replica.optimizer_factory import optimizer_of_part
 from paceline.replica.tensor.placements import PARTIAL_GRAD, OnRank, Shard, even_sizes, is_counted_on, shard_layout
 from paceline.replica.tensor.placements import Placement as Lies
 

@@ -16,8 +16,8 @@ from paceline.engine.distributed.rank_status import FIELDS, NORMS, RankStatus, b
 from paceline.engine.distributed.reduce_buffer import ReduceBuffer
 from paceline.engine.spmd.communicator import Communicator
 from paceline.engine.spmd.rank_context import RankSetup
-from paceline.replica.flat_optimizer import square_norm
 from paceline.replica.flat_state import FlatLayout
+from paceline.replica.gradient_clipping import square_norm
 from paceline.replica.own_parameters import fragments_of
 
 

@@ -51,8 +51,9 @@ from paceline.engine.distributed.update import Update, clip_across_ranks
 from paceline.engine.spmd.communicator import Communicator
 from paceline.program import Program
 from paceline.replica.base import Batch, Measured, Replica
-from paceline.replica.flat_optimizer import ELEMENTWISE, FlatOptimizer
+from paceline.replica.flat_optimizer import FlatOptimizer
 from paceline.replica.flat_state import DtypeBuffer, FlatLayout, FlatState, TensorEntry, Views, finite
+from paceline.replica.optimizer_factory import ELEMENTWISE, build_optimizer
 from paceline.replica.single import Autograd
 
 # Optimizers that treat each element alone, so that a step on each shard is a step on the whole parameter.
@@ -99,7 +100,7 @@ def refuse_model(program: Program) -> None:
                 f"dtypes ({listing}); put them into layers of their own in an nn.Sequential, or write "
                 "shard_optimizer=true"
             )
-    optimizer = program.optimizer([p for p in module.parameters() if p.requires_grad])
+    optimizer = build_optimizer(program.optimizer, [p for p in module.parameters() if p.requires_grad])
     if type(optimizer) not in _ELEMENTWISE:
         accepted = ", ".join(sorted(kind.__name__ for kind in _ELEMENTWISE))
         raise InputError(

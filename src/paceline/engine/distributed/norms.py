@@ -20,9 +20,9 @@ from paceline.engine.base import Job
 from paceline.engine.distributed.rank_status import DeltaNorm, RankStatus
 from paceline.engine.run_context import RunContext
 from paceline.replica.base import Measured
-from paceline.replica.flat_optimizer import shape_only_parameters
 from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.replica.noise_estimator import WARM_STEPS, Preconditioner, Scales, square
+from paceline.replica.optimizer_factory import build_optimizer, shape_only_parameters
 
 
 class DeltaNorms:
@@ -46,7 +46,7 @@ class DeltaNorms:
             self._counted = [at for at, name in zip(self._entries, names, strict=True) if name in counted]
         self._single_replica = job.strategy.replicas == 1
         self.adaptive = isinstance(
-            job.program.optimizer(list(shape_only_parameters(full_layout).values())), torch.optim.Adam
+            build_optimizer(job.program.optimizer, shape_only_parameters(full_layout).values()), torch.optim.Adam
         )
         """Whether norms are those of preconditioned gradients; the same on every rank."""
         self._scales: Scales | None = None

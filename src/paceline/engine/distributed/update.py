@@ -18,8 +18,10 @@ from paceline.engine.distributed.reduce_buffer import ReduceBuffer
 from paceline.engine.server_optimizer import ServerOptimizer, update_rule
 from paceline.engine.spmd.communicator import Communicator
 from paceline.program import Program
-from paceline.replica.flat_optimizer import FlatOptimizer, clip_by_square, clip_scale, optimizer_of_part, square_norm
+from paceline.replica.flat_optimizer import FlatOptimizer
 from paceline.replica.flat_state import FlatLayout, FlatState
+from paceline.replica.gradient_clipping import clip_by_square, clip_scale, square_norm
+from paceline.replica.optimizer_factory import optimizer_of_part
 from paceline.replica.own_parameters import fragments_of
 from paceline.replica.single import GradientHandoff
 

@@ -26,14 +26,15 @@ from paceline.engine.distributed.update import ShardState, Update, clip_across_r
 from paceline.engine.spmd.communicator import Communicator
 from paceline.engine.spmd.rank_context import SubGroup
 from paceline.program import Program
-from paceline.replica.flat_optimizer import (
-    FlatOptimizer,
+from paceline.replica.flat_optimizer import FlatOptimizer
+from paceline.replica.flat_state import DtypeBuffer, FlatLayout, FlatState, TensorEntry
+from paceline.replica.optimizer_factory import (
+    build_optimizer,
     is_elementwise,
     optimizer_of_part,
     optimizer_of_vectors,
     shape_only_parameters,
 )
-from paceline.replica.flat_state import DtypeBuffer, FlatLayout, FlatState, TensorEntry
 
 
 class ZeroSlice(NamedTuple):
@@ -167,7 +168,7 @@ def pays(program: Program, layout: FlatLayout, backend: str, ranks: int) -> bool
     if backend != "shm" or ranks < LEAST_RANKS or elements < LEAST_ELEMENTS:
         return False
     parameters = list(shape_only_parameters(layout).values())
-    optimizer = program.optimizer(parameters)
+    optimizer = build_optimizer(program.optimizer, parameters)
     stateful = not isinstance(optimizer, torch.optim.SGD) or bool(optimizer.param_groups[0]["momentum"])
     return stateful and is_elementwise(optimizer, len(parameters))
 
@@ -191,7 +192,7 @@ class ZeroOptimizer(Update):
         self._clip_norm = program.clip_norm
         layout, full = shard.state.layout, shard.full_layout
         parameters = list(shape_only_parameters(full).values())
-        anywhere = is_elementwise(program.optimizer(parameters), len(parameters))
+        anywhere = is_elementwise(build_optimizer(program.optimizer, parameters), len(parameters))
         vectors = list(zip(layout.parameters, shard.state.parameters, buffer.state.parameters, strict=True))
         self._partitions: list[ZeroPartition] = []
         if self._group is None:  # no other rank has this part

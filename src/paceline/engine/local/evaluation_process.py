@@ -2,8 +2,8 @@
 
 ::
 
-    main     queue |s3|s2|s1|  -- counts, over a socket; A, in one piece of shared memory -->  process
-             history  <----------------------------- record, over the socket ---------------  evaluates s0
+    main     queue |s3|s2|s1|s0|  -- counts of s0, over a socket; s0 lies in shared memory -->  process
+             history  <------------------------- record, over the socket ------------------  evaluates s0
 """
 
 import contextlib
@@ -30,7 +30,7 @@ ENTRY = "paceline.engine.local.evaluation_process:main"
 class EvaluationProcess:
     """The evaluator process of a run and its queue; if the process is killed, main evaluates the rest.
 
-    The process is given one snapshot at a time, in one piece of shared memory; the others wait in the queue.
+    The process is given one snapshot at a time, the first of the queue: it lies in memory that both share.
 
     Args:
         job: of the run.
@@ -52,15 +52,16 @@ class EvaluationProcess:
             self.child = fork_server.spawn(ENTRY, {"idle_only": idle_only}, fds)
         self.queue = EvaluationQueue(job.program, layout.nbytes)
         self._early: list[Record] = []
-        self._sent = False
         self.alive = True
 
     def hand_in(self, state: FlatState, info: SnapshotInfo) -> None:
         """Queue a copy of ``state``; wait for room where memory is short."""
         while self.alive and self.queue.full:
             self._early += self._receive(self._timeout_s)
-        self.queue.snapshots.append((state.clone(), info))
-        self._send_next()
+        if self.alive and not self.queue.snapshots:
+            self._send(state, info)
+        else:
+            self.queue.snapshots.append((state.clone(), info))
 
     def collect(self) -> list[Record]:
         """Return the records that have come back."""
@@ -86,15 +87,11 @@ class EvaluationProcess:
         self.queue.snapshots.clear()
         self._fork_server.forget(self.child)
 
-    def _send_next(self) -> None:
-        """Give the process the oldest snapshot, if it has none."""
-        if not self.queue.snapshots or self._sent or not self.alive:
-            return
-        state, info = self.queue.snapshots[0]
-        self._arena.version(0).copy_(state)
+    def _send(self, state: FlatState, info: SnapshotInfo) -> None:
+        """Give the process, which has none, a snapshot, and make that the first of the queue."""
+        self.queue.snapshots.appendleft((self._arena.version(0).copy_(state), info))
         try:
             self.link.send(json.dumps(asdict(info)).encode())
-            self._sent = True
         except OSError:
             self.alive = False
 
@@ -115,9 +112,9 @@ class EvaluationProcess:
         answer = json.loads(message)
         if "failed" in answer:
             raise WorkerError(failure_text(answer))
-        self._sent = False
         self.queue.snapshots.popleft()
-        self._send_next()
+        if self.queue.snapshots:
+            self._send(*self.queue.snapshots.popleft())
         return [Record.of(answer)]
 
 

@@ -25,7 +25,7 @@ from paceline.engine.local.arena import ParameterArena
 from paceline.engine.local.control_block import UpdateSlice, UpdateTask
 from paceline.engine.local.worker_processes import WorkerProcesses
 from paceline.engine.server_optimizer import ServerOptimizer
-from paceline.replica.flat_optimizer import clip_scale
+from paceline.replica.gradient_clipping import clip_scale
 from paceline.replica.optimizer_kernels import StepKernel, decode, encode
 
 # Elements that are summed and stepped on before the next ones are: they fit into a core's own cache.

@@ -23,8 +23,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.core.types import Clock, Version
 from paceline.replica.base import Batch, Measured, Replica
-from paceline.replica.flat_optimizer import FlatOptimizer, OptimizerFactory, optimizer_of_part
+from paceline.replica.flat_optimizer import FlatOptimizer
 from paceline.replica.flat_state import FlatLayout, FlatState, finite
+from paceline.replica.optimizer_factory import OptimizerFactory, optimizer_of_part
 from paceline.replica.pipeline.comm_plan import PipelineContext, ScheduledAction
 from paceline.replica.pipeline.micro_batches import MicroBatch
 from paceline.replica.pipeline.stage_runtime import StageRuntime

@@ -22,11 +22,10 @@ from operator import attrgetter, getitem
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import SymBool, Tensor
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
 from paceline.replica.tensor.base import aten, nodes_in, rule_of
@@ -126,7 +125,15 @@ def _gives_the_same(node: Node, form: OpOverload) -> bool:
     if result.dtype != written.dtype or result.dim() != written.dim():
         return False
     pairs = zip((*result.shape, *result.stride()), (*written.shape, *written.stride()), strict=True)
-    return all(statically_known_true(a == b) for a, b in pairs)
+    return all(_is_known(a == b) for a, b in pairs)
+
+
+def _is_known(condition: bool | SymBool) -> bool:
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # with SymPy, which takes long to import
+
+    return statically_known_true(condition)
 
 
 def _aliases(module: GraphModule) -> dict[Node, set[Node]]:

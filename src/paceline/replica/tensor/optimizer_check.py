@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.core.errors import InputError
-from paceline.replica.flat_optimizer import FlatOptimizer, OptimizerFactory, optimizer_of_part
+from paceline.replica.flat_optimizer import FlatOptimizer
 from paceline.replica.flat_state import DtypeBuffer, FlatLayout, FlatState
+from paceline.replica.optimizer_factory import OptimizerFactory, optimizer_of_part
 from paceline.replica.tensor.placements import Placement, Shard, even_sizes, shard_layout
 
 # Number of steps, so that the optimizer's state counts as well.
