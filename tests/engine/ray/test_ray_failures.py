@@ -19,9 +19,9 @@ from paceline.engine.base import Progress, Watcher
 from paceline.engine.ray.engine import RayEngine
 from tests import oracle
 from tests.engine import programs
-from tests.engine.local import moments, test_local_kills, test_on_death
+from tests.engine.local import commands, moments, test_local_kills, test_on_death
 
-pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
+ray = pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
 
 OnRay = Callable[..., Run]
 
@@ -70,6 +70,31 @@ def test_another_takes_its_place_and_makes_its_step_anew(on_ray: OnRay, tmp_path
             worker.step(batch)
 
     assert_nothing_was_lost(on_ray, loop)
+
+
+def test_one_that_waits_takes_its_place(
+    on_ray: OnRay, engine: RayEngine, watched: list[Watcher], tmp_path: Path
+) -> None:
+    spare: list[int] = []
+
+    def wait_for_spare() -> None:
+        assert engine._pool is not None
+        spare.append(ray.get(engine._pool.spare.place.remote()).pid)
+        (tmp_path / "there").touch()
+
+    def loop(worker: Any) -> None:
+        (tmp_path / f"{worker.replica} {os.getpid()}").touch()
+        for k, batch in enumerate(worker.batches()):
+            if (worker.replica, k) == (1, 2) and not (tmp_path / "died").exists():
+                commands.eventually((tmp_path / "there").exists)
+                (tmp_path / "died").touch()
+                moments.die()
+            worker.step(batch)
+
+    watched.append(once(lambda progress: progress.phase == "training", wait_for_spare))
+    assert_nothing_was_lost(on_ray, loop)
+    assert len([*tmp_path.glob("1 *")]) == 2
+    assert (tmp_path / f"1 {spare[0]}").exists()
 
 
 def test_another_goes_on_after_a_delay_in_which_one_was_killed(

@@ -39,6 +39,8 @@ class ActorPool:
         self._nodes: dict[Any, str] = {}
         """The node that each replica was scheduled on."""
         self.replicas: list[Any] = []
+        self.spare: Any = None
+        """Of a replica, to take a dead one's place; None: there is none."""
         self.server: Any = None
         self.standby: Any = None
         """Of the server; None: there is none, or it is not known yet that it has started."""
@@ -64,7 +66,7 @@ class ActorPool:
         """
         idle_only = job.budget.until is None
         if gpus != self._gpus:
-            self.drop(self.replicas)
+            self.drop([*self.replicas, self.spare])
         if idle_only != self._idle_only:
             self.drop([self.scorer])
         self._gpus, self._idle_only = gpus, idle_only
@@ -98,10 +100,15 @@ class ActorPool:
                 )
         self.drop(list(pending.values()))
 
+    def keep_spare(self) -> None:
+        """Start an actor that can be a replica at once, if there is none: to import torch takes seconds."""
+        if self.spare is None and not self._gpus:
+            self.spare = self._new_replica()
+
     def replace(self, replica: ReplicaId) -> Any:
-        """Start and return an actor in place of one that has died."""
+        """Return an actor in place of one that has died: the spare one, or another."""
         self.locations.pop(self.replicas[replica], None)
-        self.replicas[replica] = self._new_replica()
+        self.replicas[replica], self.spare = self.spare or self._new_replica(), None
         return self.replicas[replica]
 
     def join(self, replica: ReplicaId) -> Any:
@@ -116,6 +123,7 @@ class ActorPool:
             self.locations.pop(actor, None)
             ray.kill(actor)
         self.replicas = [r for r in self.replicas if r not in actors]
+        self.spare = None if self.spare in actors else self.spare
         self.server = None if self.server in actors else self.server
         self.standby = None if self.standby in actors else self.standby
         self.scorer = None if self.scorer in actors else self.scorer

@@ -151,6 +151,8 @@ class RayRun:
         if not interrupts.count:
             self._server.call("begin")
             self._begun = True
+            if job.on_death == "replace":
+                actors.keep_spare()
 
     def _poll(self, done: Callable[[], bool], *, until: float = math.inf, enough: int = 2) -> None:
         """Handle events until ``done``, the time ``until``, or ``enough`` Ctrl-C; the first one ends training."""
@@ -260,6 +262,7 @@ class RayRun:
         again: messages.ReplicaAssignment | None = self._server.call("lost", part.replica, part.incarnation, status)
         if again is not None:
             self._start_replica(again, self._actors.replace(part.replica))
+            self._actors.keep_spare()
 
     def _place(self, replica: ReplicaId, ref: Any) -> None:
         """Note where an actor runs that has taken another's place."""
