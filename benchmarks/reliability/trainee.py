@@ -72,7 +72,7 @@ def main() -> None:
     hold, numbered = settings.pop("hold", None), settings.pop("indices", False)
     if numbered:
         program = with_indices(program)
-    indices = f"{folder}/indices" if numbered else None
+    indices, digests = f"{folder}/indices" if numbered else None, settings.pop("digests", True)
     loop = Loop(settings.pop("log"), settings.pop("pause_s", 0.005), hold, indices)
     # The end is saved where nothing else asks for it, so that the digest covers the optimizer's state.
     if settings.setdefault("checkpoint", f"{folder}/end") is not None:
@@ -85,8 +85,8 @@ def main() -> None:
     summary = run.summary
     result = {
         "rank": int(os.environ.get("RANK", "0")),
-        "parameters": digest(run, None),
-        "digest": digest(run, settings["checkpoint"]),
+        "parameters": digest(run, None) if digests else None,
+        "digest": digest(run, settings["checkpoint"]) if digests else None,
         "updates": summary["updates"],
         "gradients": summary["gradients"],
         "gradients_per_s": summary["gradients_per_s"],

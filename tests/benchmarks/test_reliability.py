@@ -13,8 +13,8 @@ Load = Callable[[str], Any]
 
 
 REDUCED = {
-    "kill": 10, "gang": 2, "protocol": 4, "coordinator": 1, "pair": 2, "starting": 2, "stop": 2, "interpreter": 1,
-    "nan": 4, "flip": 1, "main": 3, "overwrite": 2, "mutate": 100, "samples": 1, "sigterm": 2, "ctrl-c": 1,
+    "kill": 10, "gang": 2, "protocol": 2, "coordinator": 1, "pair": 2, "starting": 2, "stop": 2, "interpreter": 1,
+    "nan": 4, "flip": 1, "main": 2, "overwrite": 2, "mutate": 100, "samples": 1, "sigterm": 2, "ctrl-c": 1,
 }  # fmt: skip
 """Row -> trials: by value of the row, within ten minutes on two idle cores. Those that need root are not among them."""
 

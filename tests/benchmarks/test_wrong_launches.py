@@ -10,10 +10,8 @@ FOLDER = Path(__file__).parents[2] / "benchmarks" / "reliability"
 
 Load = Callable[[str], Any]
 
-KINDS = (
-    "twice", "missing", "size", "port", "torch", "paceline", "strategy", "shape", "order", "dtype", "model", "loss",
-    "seed", "data", "rate", "optimizer", "batch", "clip",
-)  # fmt: skip
+# Those that only processes of their own can be; tests/engine/test_distributed_failures.py has the others.
+KINDS = ("twice", "missing", "size", "port", "torch", "paceline", "shape", "order", "dtype", "seed")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -24,6 +22,6 @@ def test_all_ranks_name_what_is_wrong(load: Load, kind: str, monkeypatch: pytest
     assert launches.judge(kind, launches.start("paceline", kind)) is None
 
 
-def test_these_are_all(load: Load) -> None:
+def test_the_row_has_these_and_more(load: Load) -> None:
     load("rows")
-    assert tuple(load("rows.launches").WRONG) == KINDS
+    assert set(KINDS) < set(load("rows.launches").WRONG)

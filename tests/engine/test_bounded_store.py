@@ -6,12 +6,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from paceline.core.errors import WorkerError
 from paceline.engine.spmd.bounded_store import BoundedStore
+from tests.engine.local.commands import eventually
 
 SERVER = """
 import sys
@@ -32,6 +34,11 @@ def server() -> Iterator[tuple[int, int]]:
         process.kill()
 
 
+def stopped(stat: str) -> bool:
+    """Return whether a thread has stopped: it may run on for a moment after the signal."""
+    return stat.rpartition(")")[2].split()[0] == "T"
+
+
 def test_a_request_that_is_not_answered_leaves_no_thread(server: tuple[int, int]) -> None:
     pid, port = server
     # "localhost" may be one of two addresses, and the socket may be of either family
@@ -40,6 +47,7 @@ def test_a_request_that_is_not_answered_leaves_no_thread(server: tuple[int, int]
     assert store.found("key") == 1
     assert store.found("other") is None
     os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: all(stopped(stat.read_text()) for stat in Path(f"/proc/{pid}/task").glob("*/stat")))
     silent = BoundedStore(store.store, 0.2)
     with pytest.raises(WorkerError, match="the job's store did not answer within"):
         silent.get("key")

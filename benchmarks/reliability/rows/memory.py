@@ -120,28 +120,21 @@ def memory_of_saving(trials: int) -> Outcome:
 
 
 def _peak(**settings: Any) -> int:
-    """Return the most memory that a run ever had: by the kernel's account, which misses no moment.
-
-    Of the process that writes checkpoints its own memory counts: pages of the files that it writes are the kernel's
-    to drop, though its account has them.
-    """
-    written = 0
-    with memory_group(1 << 40) as group, memory_group(1 << 40) as writers, trainee(**settings) as run:
-        (group / "cgroup.procs").write_text(str(run.process.pid))  # long before it has read its first import
+    """Return the most memory that all processes of a run had together; the trainee computes no digests meanwhile."""
+    peak = 0
+    with trainee(**settings, digests=False) as run:
         while run.process.poll() is None:
-            for pid in living(str(run.folder)):
-                with contextlib.suppress(OSError):
-                    if b"writer_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                        (writers / "cgroup.procs").write_text(str(pid))
-                        written = max(written, _own_bytes(pid))
+            peak = max(peak, sum(map(_own_bytes, living(str(run.folder)))))
             time.sleep(0.05)
         if run.printed() is None:
             raise RuntimeError(f"a run that nothing happened to failed: {settings}\n{run.stderr()[-2000:]}")
-        return int((group / "memory.max_usage_in_bytes").read_text()) + written
+    return peak
 
 
 def _own_bytes(pid: int) -> int:
-    """Return a process's memory without files and what it shares."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    kinds = dict(line.split(":") for line in lines[1:])
-    return int(kinds["Pss_Anon"].split()[0]) * 1024
+    """Return a process's memory without files, shared pages divided by the number of their users."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        kinds = dict(line.split(":") for line in lines[1:])
+        return sum(int(kinds[kind].split()[0]) for kind in ("Pss_Anon", "Pss_Shmem")) * 1024
+    return 0
