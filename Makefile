@@ -16,7 +16,7 @@ test: venv
 
 # Besides, what takes longer: tests/thorough.py says which tests these are, and why.
 test-all: test
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m thorough
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m thorough
 
 # The quick ones first.
 check:

@@ -3,6 +3,7 @@
 import functools
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -29,11 +30,13 @@ PRELOADED = (*dict.fromkeys((*WITH_OPTIMIZERS, *SPMD, *GROUPS, *PRELOAD)), "test
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is left to `make test-all`."""
+    """Mark what is left to `make test-all`, and order the files."""
     seen = set[str]()
     for item in items:
         if thorough.is_thorough(item.nodeid, seen):
             item.add_marker(pytest.mark.thorough)
+    # Files of this folder first: single tests of them run for minutes, and last of all would leave a worker idle.
+    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
 
 
 @pytest.fixture
