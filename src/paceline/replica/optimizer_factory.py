@@ -34,14 +34,14 @@ def _no_compiler() -> Iterator[None]:
     meanwhile. A torch whose wrapper has no such attribute imports the compiler as ever.
     """
     method: Any = getattr(Optimizer.add_param_group, "__wrapped__", None)
-    if method is None or hasattr(method, "__dynamo_disable") or "torch._dynamo" in sys.modules:
+    if method is None or "torch._dynamo" in sys.modules:
         yield
         return
     method.__dynamo_disable = method
     try:
         yield
     finally:
-        del method.__dynamo_disable
+        method.__dict__.pop("__dynamo_disable", None)  # another thread may have built one meanwhile
 
 
 def shape_only_parameters(layout: FlatLayout) -> dict[str, nn.Parameter]:
@@ -61,7 +61,7 @@ def optimizer_of_vectors(make: OptimizerFactory, whole: FlatLayout) -> Optimizer
     """Return an optimizer of any slices of A's vectors, if it :func:`is_elementwise`: its only group is that of A."""
 
     def of_vectors(vectors: list[nn.Parameter]) -> Optimizer:
-        optimizer = build_optimizer(make, shape_only_parameters(whole).values())
+        optimizer = make(list(shape_only_parameters(whole).values()))
         optimizer.param_groups[0]["params"] = list(vectors)
         return optimizer
 
@@ -78,11 +78,11 @@ def optimizer_of_part(make: OptimizerFactory, whole: FlatLayout, part: FlatLayou
     def of_part(parameters: list[nn.Parameter]) -> Optimizer:
         own = dict(zip(part.parameter_names, parameters, strict=True))
         absent = shape_only_parameters(whole)
-        optimizer = build_optimizer(make, [own.get(name, parameter) for name, parameter in absent.items()])
+        optimizer = make([own.get(name, parameter) for name, parameter in absent.items()])
         own_of = {id(parameter): parameter for parameter in parameters}
         if any(parameter.shape != absent[name].shape for name, parameter in own.items()):
             # State is created for the shard of a tensor, groups by its full shape.
-            optimizer.param_groups = build_optimizer(make, absent.values()).param_groups
+            optimizer.param_groups = make(list(absent.values())).param_groups
             own_of = {id(absent[name]): parameter for name, parameter in own.items()}
         for group in optimizer.param_groups:
             group["params"] = [own_of[id(p)] for p in group["params"] if id(p) in own_of]
