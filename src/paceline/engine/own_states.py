@@ -1,11 +1,23 @@
-"""Which replicas keep a state of their own from Δ to Δ, and where a checkpoint has it: ``replica/<number>/<name>``."""
+"""Which replicas keep a state of their own from Δ to Δ, and where a checkpoint has it: ``replica/<number>/<name>``.
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+Where a checkpoint or a replacement is to have it, a replica also leaves it as bytes beside its Δ, which other processes
+read: a length, JSON (what is no tensor; name, shape and dtype of each tensor), and the tensors, each aligned.
+"""
+
+import json
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from paceline.aggregation.state_codec import kind
 from paceline.checkpoint.base import TensorChunk
+from paceline.checkpoint.reader import TensorsInMemory
+from paceline.comm.shared_memory import aligned
 from paceline.core.delta import InPlace
 from paceline.core.errors import InputError
 from paceline.core.types import ReplicaId
@@ -16,10 +28,105 @@ from paceline.replica.local_sgd import KeepsState
 # Key of what is no tensor of these states, by replica, among what a checkpoint has of the engine.
 KEY = "replicas"
 
+# Bounds of these bytes: vectors of A (own parameters, an optimizer's state), and bytes of what is no tensor.
+VECTORS, HEAD = 9, 1 << 24
+
+# Bytes of the length before the JSON.
+_LENGTH = 8
+
 
 def keeps_own_state(context: RunContext) -> bool:
     """Return whether replicas step by themselves, each with an optimizer of its own."""
     return context.local_sgd or isinstance(context.delta, InPlace)
+
+
+def own_bytes(context: RunContext, state: FlatLayout) -> int:
+    """Return more bytes than a replica's state takes with any optimizer of torch.
+
+    0: replicas keep nothing, or no checkpoint, no replacement and no run that goes on would read it.
+    """
+    job = context.job
+    is_read = job.checkpoint is not None or job.resume is not None or job.on_death == "replace" or job.strategy.elastic
+    if job.strategy.spread or not (is_read and keeps_own_state(context)):
+        return 0
+    return aligned(VECTORS * sum(b.elements * b.dtype.itemsize for b in (*state.parameters, *state.buffers)) + HEAD)
+
+
+@dataclass(frozen=True)
+class OwnState:
+    """What one replica keeps.
+
+    Args:
+        saved: what is no tensor.
+        tensors: the others by full name.
+    """
+
+    saved: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, own: KeepsState) -> "OwnState | None":
+        """Return what a replica keeps now, its own tensors; None: nothing yet."""
+        saved = own.state_json()
+        return None if saved is None else cls(saved, {chunk.name: chunk.tensor.detach() for chunk in own.chunks()})
+
+    @classmethod
+    def saved_for(cls, context: RunContext, replica: ReplicaId) -> "OwnState | None":
+        """Return what a checkpoint has of a replica that goes on with it, if anything."""
+        saved, resume = saved_states(context).get(replica), context.job.resume
+        if saved is None or resume is None:
+            return None
+        part = resume.checkpoint.under(replica_prefix(replica))
+        return cls(saved, {name: part.read(name) for name in part.names()})
+
+    @classmethod
+    def read(cls, buffer: memoryview) -> "OwnState":
+        """Return what :meth:`write` has written; the tensors are views."""
+        size = int.from_bytes(buffer[:_LENGTH], "little")
+        saved, rows = json.loads(bytes(buffer[_LENGTH : _LENGTH + size]))
+        tensors, at = dict[str, Tensor](), aligned(_LENGTH + size)
+        for name, shape, dtype in rows:
+            tensors[name] = _view(buffer, at, shape, getattr(torch, dtype))
+            at += aligned(tensors[name].nbytes)
+        return cls(saved, tensors)
+
+    def write(self, memory: Callable[[int], memoryview | None]) -> int:
+        """Write it as bytes; return how many, or 0 where there is no memory.
+
+        Args:
+            memory: number of bytes -> so many; None: there are not.
+        """
+        rows = [(name, tuple(tensor.shape), str(tensor.dtype)[6:]) for name, tensor in self.tensors.items()]
+        head = json.dumps([self.saved, rows]).encode()
+        at = aligned(_LENGTH + len(head))
+        size = at + sum(aligned(tensor.nbytes) for tensor in self.tensors.values())
+        buffer = memory(size)
+        if buffer is None:
+            return 0
+        buffer[:_LENGTH] = len(head).to_bytes(_LENGTH, "little")
+        buffer[_LENGTH : _LENGTH + len(head)] = head
+        for tensor in self.tensors.values():
+            _view(buffer, at, tensor.shape, tensor.dtype).copy_(tensor)
+            at += aligned(tensor.nbytes)
+        return size
+
+    def chunks(self, replica: ReplicaId) -> Iterator[TensorChunk]:
+        """Yield the tensors as a checkpoint names them."""
+        for name, tensor in self.tensors.items():
+            yield TensorChunk.whole(replica_prefix(replica) + name, tensor)
+
+    def restore(self, own: KeepsState, layout: FlatLayout) -> None:
+        """Let a replica go on with it; ``layout`` is that of A."""
+        own.restore(self.saved, TensorsInMemory(self.tensors), layout)
+
+
+def _view(buffer: memoryview, offset: int, shape: Iterable[int], dtype: torch.dtype) -> Tensor:
+    shape = tuple(shape)
+    if not prod(shape):
+        return torch.empty(shape, dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of memory that can only be read
+        return torch.frombuffer(buffer, dtype=dtype, count=prod(shape), offset=offset).view(shape)
 
 
 def replica_prefix(replica: ReplicaId) -> str:

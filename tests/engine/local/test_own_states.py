@@ -42,9 +42,10 @@ def test_a_run_that_was_cut_ends_as_one_that_was_not(
     monkeypatch.setattr(own_state, "ANSWER_S", 60.0)
     whole = local(program, strategy, steps=16)
     local(program, strategy, steps=6, checkpoint=tmp_path, checkpoint_every="100 steps")
-    run = local(program, strategy, steps=16, checkpoint=tmp_path, resume=True)
-    assert "new optimizers" not in run.summary["notes"]["resumed"]
-    assert all(torch.equal(value, run.state[name]) for name, value in whole.state.items())
+    for saving in ({"resume": tmp_path}, {"checkpoint": tmp_path, "resume": True}):
+        run = local(program, strategy, steps=16, **saving)
+        assert "new optimizers" not in run.summary["notes"]["resumed"]
+        assert all(torch.equal(value, run.state[name]) for name, value in whole.state.items())
 
 
 @pytest.mark.parametrize("program", [PROGRAM, FALLING])

@@ -25,6 +25,7 @@ from tests.engine import programs
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
 
+from paceline.engine.own_states import OwnState
 from paceline.engine.ray import push_stream, server_link
 from paceline.engine.ray.engine import RayEngine
 from paceline.engine.ray.executor import RayExecutor
@@ -34,6 +35,9 @@ from paceline.engine.ray.push_stream import PushBuffers, PushStream, StreamAddre
 OnRay = Callable[..., Run]
 
 PATIENCE_S = 30.0
+
+OWN_BYTES = 1 << 14
+"""Most of what a replica keeps."""
 
 
 def completion(attempt: int) -> RayCompletion:
@@ -47,7 +51,7 @@ class Server:
         self.loop = asyncio.new_event_loop()
         self.pushed: list[tuple[RayCompletion, list[Bytes], bool]] = []
         self.replies: list[Reply] = []
-        self.listener = StreamListener("127.0.0.1", layout, self._push)
+        self.listener = StreamListener("127.0.0.1", layout, self._push, own_bytes=OWN_BYTES)
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
 
@@ -94,7 +98,7 @@ def server(layout: FlatLayout) -> Iterator[Server]:
 
 @pytest.fixture
 def buffers(layout: FlatLayout) -> Iterator[PushBuffers]:
-    with contextlib.closing(PushBuffers(layout)) as found:
+    with contextlib.closing(PushBuffers(layout, own_bytes=OWN_BYTES)) as found:
         yield found
 
 
@@ -128,6 +132,32 @@ def test_what_is_sent_arrives_bit_for_bit(
     assert stream.receive() is None
     assert server.pushed == [(completion(4), [], one_host)]
     stream.close()
+
+
+@pytest.mark.parametrize("one_host", [True, False])
+def test_what_a_replica_keeps_comes_with_its_delta(server: Server, layout: FlatLayout, one_host: bool) -> None:
+    """In one buffer after even attempts and in another after odd ones; more than fits is not told of."""
+    values = torch.arange(1000, dtype=torch.float64)
+    with contextlib.closing(PushBuffers(layout, own_bytes=OWN_BYTES)) as buffers:
+        stream = PushStream(server.address if one_host else server.address._replace(host_id="another"), buffers)
+        for attempt in (1, 2, 3):
+            pushed = fill(buffers.delta.vectors, attempt)
+            size = buffers.leave(attempt, OwnState({"steps": attempt}, {"x": values * attempt, "none": values[:0]}))
+            server.replies = [(RayGrant(attempt + 1, BatchRange(0, 0, 1), 8), arrays_of(layout.new()))]
+            stream.push(completion(attempt)._replace(own_bytes=size), cancelled=False)
+            stream.receive()
+            _, (*arrays, own), _ = server.pushed.pop()
+            assert [a.tobytes() for a in arrays] == [a.tobytes() for a in pushed]
+            read = OwnState.read(own.data)
+            assert read.saved == {"steps": attempt}
+            assert torch.equal(read.tensors["x"], values * attempt)
+            assert read.tensors["none"].shape == (0,)
+        assert buffers.leave(4, OwnState({}, {"x": values.repeat(10)})) == 0
+        stream.push(completion(4)._replace(own_bytes=OWN_BYTES + 1), cancelled=True)
+        with pytest.raises((EOFError, OSError)):
+            stream.receive()
+        stream.close()
+    assert server.pushed == []
 
 
 def test_a_replica_with_another_stream_is_answered_on_that_alone(

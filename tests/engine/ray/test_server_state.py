@@ -116,7 +116,7 @@ class Driver:
 
 def content(state: ServerState) -> dict[str, Any]:
     """All that a run depends on; of tensors the bits."""
-    tensors = {chunk.name: chunk.tensor.clone() for chunk in state.executor.chunks()}
+    tensors = {chunk.name: chunk.tensor.clone() for chunk in state.executor.snapshot([]).chunks}
     grants = [(r.attempt, r.incarnation, r.ready, r.figures, r.reply_after(r.attempt - 1)) for r in state.records]
     return {
         "tensors": {name: tensor.numpy().tobytes() for name, tensor in tensors.items()},

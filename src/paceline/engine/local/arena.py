@@ -20,16 +20,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from paceline.comm.shared_memory import Arena, SharedMemory, aligned
+from paceline.comm.shared_memory import Arena, SharedMemory
 from paceline.core.types import ReplicaId
 from paceline.engine.local.control_block import ControlBlock
-from paceline.engine.own_states import keeps_own_state
+from paceline.engine.own_states import own_bytes
 from paceline.engine.run_context import RunContext
 from paceline.replica.flat_state import FlatLayout, FlatState
-
-# Bounds of a copy of what a replica keeps: in vectors of A (own parameters, an optimizer's state), and in bytes of
-# what is no tensor.
-VECTORS, HEAD = 9, 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,18 +174,6 @@ class ParameterArena:
 
     def _parameters(self, name: str, segment: SharedMemory) -> list[Tensor]:
         return [self._arena.tensor(segment, f"{name}: {i}") for i in range(len(self.layout.state.parameters))]
-
-
-def own_bytes(context: RunContext, state: FlatLayout) -> int:
-    """Return the address space of one buffer: more than any optimizer of torch needs; memory is what is written.
-
-    0: replicas keep nothing, or neither a checkpoint nor a replacement would read it.
-    """
-    job = context.job
-    is_read = job.checkpoint is not None or job.on_death == "replace" or job.strategy.elastic
-    if job.strategy.spread or not (is_read and keeps_own_state(context)):
-        return 0
-    return aligned(VECTORS * sum(b.elements * b.dtype.itemsize for b in (*state.parameters, *state.buffers)) + HEAD)
 
 
 class VersionPool:

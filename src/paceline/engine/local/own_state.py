@@ -12,24 +12,17 @@ next: so it is whole, also where the worker is killed while it writes the other 
 Under Hogwild, where a step takes less time than a copy and nobody grants it, replicas leave a copy when main asks.
 """
 
-import json
+import functools
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from paceline.checkpoint.base import TensorChunk
-from paceline.checkpoint.reader import TensorsInMemory
-from paceline.comm.shared_memory import aligned
 from paceline.core.errors import PacelineError
 from paceline.core.types import Clock, ReplicaId, Seconds
 from paceline.engine.local.arena import ParameterArena
-from paceline.engine.own_states import KEY, replica_prefix, saved_states
+from paceline.engine.own_states import KEY, OwnState, replica_prefix, saved_states
 from paceline.engine.run_context import RunContext
-from paceline.replica.flat_state import FlatLayout
 from paceline.replica.local_sgd import KeepsState
 
 # How long main waits for copies that it has asked for.
@@ -37,28 +30,6 @@ ANSWER_S: Seconds = 2.0
 
 # What a replica has left once it makes no attempt any more: it answers no further question.
 _LAST = 1 << 62
-
-
-@dataclass(frozen=True)
-class OwnState:
-    """What a replica has left.
-
-    Args:
-        saved: what is no tensor.
-        tensors: the others by full name, views of shared memory.
-    """
-
-    saved: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
-
-    def chunks(self, replica: ReplicaId) -> Iterator[TensorChunk]:
-        """Yield the tensors as a checkpoint names them."""
-        for name, tensor in self.tensors.items():
-            yield TensorChunk.whole(replica_prefix(replica) + name, tensor)
-
-    def restore(self, own: KeepsState, layout: FlatLayout) -> None:
-        """Let a replica go on with it."""
-        own.restore(self.saved, TensorsInMemory(self.tensors), layout)
 
 
 class OwnStates:
@@ -107,10 +78,10 @@ class OwnStates:
         asked = self._asked[0]
         if self.on_request and not self.asked(replica):
             return
-        index, saved = self._index(replica, attempt), own.state_json()
+        index, left = self._index(replica, attempt), OwnState.of(own)
         words = self._words[3 * replica : 3 * replica + 2]
         words[index % 2] = 0
-        if saved is not None and self._write(index, saved, own.chunks()):
+        if left is not None and left.write(functools.partial(self._memory, index)):
             words[index % 2] = attempt + 1
         self._answered(replica)[0] = asked  # last: main reads the copy once it sees it
 
@@ -121,28 +92,18 @@ class OwnStates:
             self.leave(replica, attempt, own=own)
             self._answered(replica)[0] = _LAST
 
-    def _write(self, index: int, saved: Mapping[str, Any], chunks: Collection[TensorChunk]) -> bool:
-        rows = [(chunk.name, tuple(chunk.tensor.shape), str(chunk.tensor.dtype)[6:]) for chunk in chunks]
-        head = json.dumps([saved, rows]).encode()
-        at = aligned(8 + len(head))
-        size = at + sum(aligned(chunk.tensor.nbytes) for chunk in chunks)
+    def _memory(self, index: int, size: int) -> memoryview | None:
+        """Return so many bytes of a buffer, which have memory from now on; None: there is not so much."""
         begin = self._begin(index)
         if size > self._arena.layout.own_bytes:
-            return False
+            return None
         if self._reserved.get(index, 0) < size:
             try:
                 self._arena.segment.reserve(begin, size)
             except PacelineError:
-                return False
+                return None
             self._reserved[index] = size
-        buffer = self._arena.segment.buffer
-        buffer[begin : begin + 8] = len(head).to_bytes(8, "little")
-        buffer[begin + 8 : begin + 8 + len(head)] = head
-        at += begin
-        for chunk in chunks:
-            self._arena.segment.tensor(at, chunk.tensor.shape, chunk.tensor.dtype).copy_(chunk.tensor.detach())
-            at += aligned(chunk.tensor.nbytes)
-        return True
+        return self._arena.segment.buffer[begin : begin + size]
 
     # ------------------------------------------------------------------------------------------------------------ main
 
@@ -152,14 +113,7 @@ class OwnStates:
         label = self._words[3 * replica + index % 2]
         if not label or (not self.on_request and label != attempt + 1):
             return None
-        begin, buffer = self._begin(index), self._arena.segment.buffer
-        size = int.from_bytes(buffer[begin : begin + 8], "little")
-        saved, rows = json.loads(bytes(buffer[begin + 8 : begin + 8 + size]))
-        tensors, at = dict[str, Tensor](), begin + aligned(8 + size)
-        for name, shape, dtype in rows:
-            tensors[name] = self._arena.segment.tensor(at, shape, getattr(torch, dtype))
-            at += aligned(tensors[name].nbytes)
-        return OwnState(saved, tensors)
+        return OwnState.read(self._arena.segment.buffer[self._begin(index) :])
 
     def snapshot(
         self, attempts: Sequence[Clock], alive: Callable[[ReplicaId], bool], notify: Callable[[ReplicaId], None]

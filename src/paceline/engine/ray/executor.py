@@ -6,13 +6,17 @@ refers to them: streams, the object store and other actors read them without a c
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
 
 from paceline.aggregation.base import Apply, Arrival
-from paceline.checkpoint.base import TensorChunk
 from paceline.comm.recycling import RecyclingAllocator
 from paceline.core.data_order import BatchRange
 from paceline.core.types import Clock, ReplicaId, Seconds, Version
-from paceline.engine.ray.messages import END, Bytes, RayGrant, Reply, arrays_of
+from paceline.engine.checkpointing import Snapshot
+from paceline.engine.own_states import KEY, OwnState
+from paceline.engine.ray.messages import END, Bytes, RayGrant, Reply, arrays_of, state_of
 from paceline.engine.run_context import RunContext, first_state
 from paceline.engine.run_state import delta_chunks
 from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer
@@ -76,6 +80,17 @@ class ReplicaRecord:
         self.finished = self.dead = False
 
 
+def _encoded(own: OwnState) -> Bytes:
+    written = list[Bytes]()
+
+    def memory(size: int) -> memoryview:
+        written.append(np.empty(size, np.uint8))
+        return written[0].data
+
+    own.write(memory)
+    return written[0]
+
+
 class RayExecutor:
     """Holds A and the undecided Δs of a run, and executes its coordinator's decisions.
 
@@ -93,6 +108,7 @@ class RayExecutor:
         _, state = first_state(context.job.program, context.job.running_buffers)
         self.owner = ServerOptimizer(context.job.program, context.policy, state)
         """A and its optimizer; the vectors of an A are never written again."""
+        self._vectors = len(state.vectors)
         self.statistics = DeltaStatistics(context.policy, self.owner)
         self.undecided: dict[tuple[ReplicaId, Clock], FlatState] = {}
         """Δs that were neither applied nor discarded."""
@@ -101,6 +117,11 @@ class RayExecutor:
             for name in resume.deltas() if context.keeps_policy else []:
                 self.undecided[name] = delta = state.layout.new()
                 resume.checkpoint.read_into(delta_chunks(delta, *name))
+        self.own: dict[ReplicaId, tuple[Clock, Bytes]] = {}
+        """What replicas keep, and after which attempt; each array is written again no earlier than two grants later."""
+        for replica, position in enumerate(context.positions if resume is not None else ()):
+            if (kept := OwnState.saved_for(context, replica)) is not None:
+                self.own[replica] = position.attempt, _encoded(kept)
         self.lent: dict[ReplicaId, Clock] = {}
         """Replicas whose Δ of this attempt is in memory that they write again once they have the next grant."""
         self.sent: tuple[Version, list[Bytes]] | None = None
@@ -114,10 +135,40 @@ class RayExecutor:
         self.spans = SpanLog(context.job.trace, SERVER)
         """Of the updates."""
 
-    def chunks(self) -> list[TensorChunk]:
-        """Return A, its optimizer's state, and the Δs that the policy holds."""
-        held = [chunk for name, delta in self.undecided.items() for chunk in delta_chunks(delta, *name)]
-        return [*self.owner.chunks(), *held]
+    def snapshot(self, attempts: Sequence[Clock]) -> Snapshot:
+        """Return A, its optimizer's state, the Δs that the policy holds, what replicas keep after these attempts."""
+        chunks = self.owner.chunks()
+        for name, delta in self.undecided.items():
+            chunks += delta_chunks(delta, *name)
+        saved = dict[str, Any]()
+        for replica, attempt in enumerate(attempts):
+            if (kept := self.kept(replica, attempt)) is not None:
+                own = OwnState.read(kept.data)
+                chunks += own.chunks(replica)
+                saved[str(replica)] = own.saved
+        return Snapshot(chunks, self.owner.flat_optimizer.state_json(), {KEY: saved}, settles=True)
+
+    def take(self, replica: ReplicaId, attempt: Clock, arrays: Sequence[Bytes]) -> None:
+        """Take a Δ, and what its replica keeps, where that follows; what it kept before is read no more."""
+        self.undecided[replica, attempt] = self.delta_of(arrays)
+        self.forget(replica)
+        for own in arrays[self._vectors :]:
+            self.own[replica] = attempt, own
+
+    def delta_of(self, arrays: Sequence[Bytes]) -> FlatState:
+        """Return the Δ that a replica has pushed."""
+        return state_of(self.owner.state.layout, arrays[: self._vectors])
+
+    def forget(self, replica: ReplicaId) -> None:
+        """Forget what a replica kept, after a save that may read it."""
+        if replica in self.own:
+            self.before_change()
+            del self.own[replica]
+
+    def kept(self, replica: ReplicaId, attempt: Clock) -> Bytes | None:
+        """Return what a replica keeps after an attempt, if it has told."""
+        newest, own = self.own.get(replica, (attempt, None))
+        return own if newest == attempt else None
 
     def send(self, replica: ReplicaId, batches: BatchRange) -> None:
         record = self.replicas[replica]

@@ -124,6 +124,8 @@ class RayCompletion(NamedTuple):
     finite: bool
     loss: float
     figures: Figures
+    own_bytes: int = 0
+    """Size of what the replica keeps, which follows Δ (:class:`paceline.engine.own_states.OwnState`)."""
 
 
 class Ended(NamedTuple):

@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from paceline.comm.shared_memory import Arena
@@ -29,7 +30,8 @@ from paceline.comm.shm.region import TOKEN_BYTES
 from paceline.comm.shm.rendezvous import SegmentAddress, address_of, create_segment, host_id
 from paceline.core.data_order import BatchRange
 from paceline.core.errors import PacelineError
-from paceline.core.types import Seconds
+from paceline.core.types import Clock, Seconds
+from paceline.engine.own_states import OwnState
 from paceline.engine.ray.messages import Bytes, RayCompletion, RayGrant, Reply, arrays_of
 from paceline.engine.ray.run_control import BackgroundTasks
 from paceline.engine.worker_metrics import Figures
@@ -51,8 +53,8 @@ _LENGTH = struct.Struct("<I")
 # Bytes of the longest JSON that is read.
 _LONGEST = 4096
 
-_COMPLETION = struct.Struct("<iiqqq?dqqqq?")
-"""A completion, and whether Δ follows: it does not after a cancelled attempt."""
+_COMPLETION = struct.Struct("<iiqqq?dqqqqq?")
+"""A completion, and whether Δ follows, with what the replica keeps: they do not after a cancelled attempt."""
 
 _GRANT = struct.Struct("<?qiqqq")
 """Whether the replica goes on, and its grant; A follows if it does."""
@@ -70,10 +72,14 @@ class StreamAddress(NamedTuple):
 
 
 class PushBuffers:
-    """The memory in which a replica writes Δ, and in which it reads A.
+    """The memory in which a replica writes Δ and what it keeps, and in which it reads A.
+
+    What it keeps is in one buffer after even attempts and in another after odd ones: so the newest that the server has
+    been told of is whole, also where the replica dies while it writes the other one.
 
     Args:
         layout: of A.
+        own_bytes: address space of each of these buffers.
         address: where another process finds the memory; None: this one creates it.
 
     Raises:
@@ -81,15 +87,19 @@ class PushBuffers:
         OSError: there is none at the address.
     """
 
-    def __init__(self, layout: FlatLayout, address: SegmentAddress | None = None) -> None:
+    def __init__(self, layout: FlatLayout, address: SegmentAddress | None = None, *, own_bytes: int = 0) -> None:
         arena = Arena()
         arena.add("token", (TOKEN_BYTES,), torch.uint8)
         blocks = [*layout.parameters, *layout.buffers]
         for name in ("delta", "sent"):
             for i, block in enumerate(blocks):
                 arena.add(f"{name} {i}", (block.elements,), block.dtype)
+        touched, self._own_bytes = arena.size_bytes, own_bytes
+        self._own_begin = arena.add("own", (2 * own_bytes,), torch.uint8)
+        self._reserved = [0, 0]
+        """Bytes of the two buffers that this process has given memory."""
         if address is None:
-            self._segment = create_segment("push", arena.size_bytes, reserved_bytes=arena.size_bytes)
+            self._segment = create_segment("push", arena.size_bytes, reserved_bytes=touched)
         elif address.size_bytes == arena.size_bytes:
             self._segment = address.open()
         else:
@@ -102,6 +112,32 @@ class PushBuffers:
         self.delta, self.sent = state("delta"), state("sent")
         """Δ; the A that was sent last."""
         self.delta_arrays, self.sent_arrays = arrays_of(self.delta), arrays_of(self.sent)
+
+    def arrays(self, completion: RayCompletion) -> list[Bytes]:
+        """Return Δ, and, if it is told of, what the replica keeps after this attempt."""
+        attempt, size = completion.attempt, completion.own_bytes
+        own = [np.frombuffer(self._own(attempt, size), np.uint8)] if size else []
+        return [*self.delta_arrays, *own]
+
+    def leave(self, attempt: Clock, own: OwnState) -> int:
+        """Write what the replica keeps after an attempt; return how many bytes, or 0 where there is no memory."""
+
+        def memory(size: int) -> memoryview | None:
+            if size > self._own_bytes:
+                return None
+            if self._reserved[attempt % 2] < size:
+                try:
+                    self._segment.reserve(self._own_begin + attempt % 2 * self._own_bytes, size)
+                except PacelineError:
+                    return None
+                self._reserved[attempt % 2] = size
+            return self._own(attempt, size)
+
+        return own.write(memory)
+
+    def _own(self, attempt: Clock, size: int) -> memoryview:
+        begin = self._own_begin + attempt % 2 * self._own_bytes
+        return self._segment.buffer[begin : begin + size]
 
     @property
     def address(self) -> SegmentAddress:
@@ -122,12 +158,20 @@ class StreamListener:
         push: takes a completion, references (none) and the arrays of its Δ, and whether these may be written again once
             the replica has its next grant; returns that with its A.
         allocate: makes the vectors of Δs; None: ordinary memory.
+        own_bytes: most bytes of what a replica keeps.
     """
 
     def __init__(
-        self, host: str, layout: FlatLayout, push: Callable[..., Awaitable[Reply]], allocate: Allocate | None = None
+        self,
+        host: str,
+        layout: FlatLayout,
+        push: Callable[..., Awaitable[Reply]],
+        allocate: Allocate | None = None,
+        *,
+        own_bytes: int = 0,
     ) -> None:
         self._host, self._layout, self._push, self._allocate = host, layout, push, allocate
+        self._own_bytes = own_bytes
         self._token = secrets.token_bytes(_MAC_BYTES)
         self._socket: socket.socket | None = None
         self._opening = 0
@@ -177,13 +221,16 @@ class StreamListener:
                 closing.callback(shared.close)
             while True:
                 *fields, follows = _COMPLETION.unpack(await _received(connection, _COMPLETION.size))
-                completion = RayCompletion._make((*fields[:7], Figures._make(fields[7:])))
+                completion = RayCompletion._make((*fields[:7], Figures._make(fields[7:-1]), fields[-1]))
+                if not 0 <= completion.own_bytes <= self._own_bytes:
+                    raise EOFError("it keeps more than any replica does")
                 self._supersede(completion.replica, completion.incarnation)
                 arrays: Sequence[Bytes] = ()
                 if follows and shared is not None:
-                    arrays = shared.delta_arrays
+                    arrays = shared.arrays(completion)
                 elif follows:
-                    arrays = arrays_of(self._layout.new(self._allocate))
+                    own = [np.empty(completion.own_bytes, np.uint8)] if completion.own_bytes else []
+                    arrays = [*arrays_of(self._layout.new(self._allocate)), *own]
                     for array in arrays:
                         await _receive(connection, array.data)
                 reply = await self._push(completion, (), *arrays, lent=shared is not None)
@@ -216,7 +263,7 @@ class StreamListener:
         shared = None
         if offered is not None:
             with contextlib.suppress(OSError, PacelineError):
-                shared = PushBuffers(self._layout, SegmentAddress(**offered))
+                shared = PushBuffers(self._layout, SegmentAddress(**offered), own_bytes=self._own_bytes)
         await loop.sock_sendall(connection, bytes([shared is not None]))
         return shared
 
@@ -271,10 +318,11 @@ class PushStream:
             raise
 
     def push(self, completion: RayCompletion, *, cancelled: bool) -> None:
-        """Send the end of an attempt, and Δ unless it was cancelled."""
-        *fields, figures = completion
-        arrays = () if self._shared or cancelled else self._buffers.delta_arrays
-        parts = [memoryview(_COMPLETION.pack(*fields, *figures, not cancelled)), *(array.data for array in arrays)]
+        """Send the end of an attempt, and Δ, with what the replica keeps, unless it was cancelled."""
+        *fields, figures, own_bytes = completion
+        arrays = () if self._shared or cancelled else self._buffers.arrays(completion)
+        header = _COMPLETION.pack(*fields, *figures, own_bytes, not cancelled)
+        parts = [memoryview(header), *(array.data for array in arrays)]
         while parts:
             sent = self._socket.sendmsg(parts)
             while parts and sent >= parts[0].nbytes:

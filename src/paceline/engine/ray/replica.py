@@ -14,6 +14,7 @@ from paceline.comm.linux import keep_freed_memory
 from paceline.core.errors import encode_failure
 from paceline.core.types import Clock, Nanoseconds, Seconds, Version
 from paceline.engine.base import Job
+from paceline.engine.own_states import OwnState, own_bytes
 from paceline.engine.ray import messages
 from paceline.engine.ray.messages import ReplicaAssignment
 from paceline.engine.ray.push_stream import PushBuffers
@@ -30,6 +31,7 @@ from paceline.engine.worker import (
 from paceline.engine.worker_metrics import SpanLog
 from paceline.replica.base import Measured
 from paceline.replica.flat_state import FlatLayout, FlatState
+from paceline.replica.local_sgd import KeepsState, LocalSGD
 from paceline.trace.spans import Span
 
 
@@ -69,6 +71,7 @@ class RayClient(GrantedClient):
         cancel: flag of this replica.
         metrics: sent with each Δ.
         timeout_s: of the server's wait for this replica.
+        own_bytes: most bytes of what the replica keeps; 0: the server is not told of it.
     """
 
     def __init__(
@@ -80,11 +83,15 @@ class RayClient(GrantedClient):
         cancel: CancelFlag,
         metrics: InMemorySink,
         timeout_s: Seconds,
+        own_bytes: int = 0,
     ) -> None:
         super().__init__(attempt)
         self._link, self._replica, self._layout = link, (assignment.replica, assignment.incarnation), layout
         self._cancel, self._metrics, self._timeout_s = cancel, metrics, timeout_s
-        self._buffers = PushBuffers(layout)
+        self._buffers = PushBuffers(layout, own_bytes=own_bytes)
+        """Memory of Δ and A, and of what the replica keeps."""
+        self._own: KeepsState | None = None
+        """Keeps something that the server is told of."""
         self._state: FlatState | None = None
         self._version: Version = 0
         self._pending: PendingPush | None = None
@@ -132,8 +139,17 @@ class RayClient(GrantedClient):
         self._under_way = False
         facts = measured.samples, measured.finite, measured.loss, self._metrics.newest
         (replica, incarnation), version = self._replica, self._version
-        completion = messages.RayCompletion(replica, incarnation, self.attempt, version, *facts)
+        left = OwnState.of(self._own) if self._own is not None and not cancelled else None
+        size = self._buffers.leave(self.attempt, left) if left is not None else 0
+        completion = messages.RayCompletion(replica, incarnation, self.attempt, version, *facts, size)
         self._pending = PendingPush(self._link, completion, self._buffers, cancelled=cancelled)
+
+    def go_on(self, own: KeepsState) -> None:
+        """Let the replica go on with what it kept, in this run or the one before; tell the server from now on."""
+        kept: messages.Bytes | None = self._link.call("own_state", *self._replica, self.attempt)
+        if kept is not None:
+            OwnState.read(kept.data).restore(own, self._layout)
+        self._own = own
 
     def close(self) -> None:
         """Release the memory of Δ and A, and the stream."""
@@ -208,13 +224,16 @@ def _run_loop(job: Job, assignment: ReplicaAssignment, link: ServerLink, cancel:
         closing.callback(spans.close)
         layout = FlatLayout.of(module, job.running_buffers)
         attempt = max(assignment.attempt, context.positions[replica].attempt)
-        client = RayClient(link, assignment, attempt, layout, cancel, sink, job.timeout_s)
+        most = own_bytes(context, layout)
+        client = RayClient(link, assignment, attempt, layout, cancel, sink, job.timeout_s, most)
         closing.callback(client.close)
         metrics = WorkerMetrics(sink, replica, spans.recorder, 2 * layout.parameter_bytes, context.per_step)
         check_in_forward(module, client)
         inner = context.replica(replica, module, layout, spans.recorder)
         measured = InstrumentedReplica(inner, metrics, client, layout.parameter_bytes)
         worker = ClientWorker(context, replica, measured, client, metrics, assignment.micro_steps)
+        if most and isinstance(inner, LocalSGD):
+            client.go_on(inner)
         link.call("ready", replica, assignment.incarnation)
         worker.run(job.loop)
         link.call("done", replica, assignment.incarnation, sink.newest, list(sink.step_times))

@@ -37,6 +37,7 @@ from paceline.core.types import Clock, Nanoseconds, ReplicaId, Seconds
 from paceline.engine.base import Job, Progress
 from paceline.engine.checkpointing import Checkpointer, Snapshot
 from paceline.engine.loop import TICK_S
+from paceline.engine.own_states import own_bytes
 from paceline.engine.ray import messages
 from paceline.engine.ray.evaluation_actor import RayEvaluation
 from paceline.engine.ray.event_log import EventLog
@@ -70,7 +71,10 @@ class ServerRun:
         self._checkpointer = Checkpointer(state.context, state.loop, self._snapshot, say=self._sentences.append)
         state.executor.before_change = self._checkpointer.settle
         executor, host = state.executor, ray.util.get_node_ip_address()
-        self._listener = StreamListener(host, executor.owner.state.layout, self.push, executor.allocate)
+        layout = executor.owner.state.layout
+        self._listener = StreamListener(
+            host, layout, self.push, executor.allocate, own_bytes=own_bytes(state.context, layout)
+        )
         self._evaluation = RayEvaluation(job, state.queue, scorer, self._keep, run.fail)
         self._late = LateReplicas(job, state)
         self._replied = [asyncio.Event() for _ in state.records]
@@ -111,6 +115,12 @@ class ServerRun:
         """Return where replicas make streams, by which a push is sent and answered; None: there can be none."""
         return self._listener.address()
 
+    async def own_state(self, replica: ReplicaId, incarnation: int, attempt: Clock) -> messages.Bytes | None:
+        """Return what a replica kept after an attempt of this run or the one before, for the actor that goes on."""
+        await self._log.settled()
+        state = self._state
+        return state.executor.kept(replica, attempt) if incarnation == state.records[replica].incarnation else None
+
     async def first(self, replica: ReplicaId, incarnation: int, attempt: Clock) -> messages.Reply:
         """Return the first grant after this attempt, once there is one."""
         return await self._reply_after(replica, incarnation, attempt)
@@ -123,7 +133,7 @@ class ServerRun:
         Args:
             completion: the end of an attempt.
             refs: references of the arrays, if they are to be sent on.
-            arrays: Δ.
+            arrays: Δ, and what the replica keeps, where it is told of.
             lent: whether the replica writes these arrays again once it has the grant.
         """
         run, state, (replica, incarnation, attempt, *_) = self._run, self._state, completion
@@ -290,7 +300,7 @@ class ServerRun:
         if arrays and replica not in self._coordinator.cancelling:
             executor = state.executor
             looks = executor.statistics.looks_inside
-            delta = messages.state_of(executor.owner.state.layout, arrays) if looks else None
+            delta = executor.delta_of(arrays) if looks else None
             if lent:
                 executor.lent[replica] = completion.attempt
             observed = executor.statistics.observe(delta, now)
@@ -373,8 +383,7 @@ class ServerRun:
             self._cancel(replica, math.inf)
 
     def _snapshot(self) -> Snapshot:
-        executor = self._state.executor
-        return Snapshot(executor.chunks(), executor.owner.flat_optimizer.state_json(), settles=True)
+        return self._state.executor.snapshot([position.attempt for position in self._coordinator.positions])
 
     def _save_if_due(self) -> None:
         if self._run.sound and not self._end_saved:

@@ -140,7 +140,7 @@ class PendingPush:
 
     def _push(self) -> PushStream | PendingCall:
         """Push; return that by which the grant will come."""
-        arrays = [] if self._cancelled else self._buffers.delta_arrays
+        arrays = [] if self._cancelled else self._buffers.arrays(self._completion)
         if self._link.has_standby and any(array.nbytes > INLINE_BYTES for array in arrays):
             refs = [ray.put(array) for array in arrays]  # once to the object store, for the server and its standby
             return self._link.begin("push", self._completion, refs, *refs)

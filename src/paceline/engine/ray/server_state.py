@@ -94,15 +94,16 @@ class ServerState:
         arrays: Sequence[messages.Bytes],
     ) -> None:
         """Have the policy decide on a Δ."""
-        replica, _, attempt, version, samples, finite, loss, figures = completion
+        replica, _, attempt, version, samples, finite, loss, figures, _ = completion
         self.records[replica].measured(figures)
-        self.executor.undecided[replica, attempt] = messages.state_of(self.executor.owner.state.layout, arrays)
+        self.executor.take(replica, attempt, arrays)
         mean = loss if samples else None
         self.loop.arrived(Arrival(replica, version, attempt, samples, now, finite, mean, observed))
 
     def cancelled(self, replica: ReplicaId, figures: Figures) -> None:
         """Let a replica go on whose attempt was cancelled."""
         self.records[replica].measured(figures)
+        self.executor.forget(replica)
         self.coordinator.cancelled(replica)
 
     def handled(self, now: Seconds) -> None:
@@ -224,6 +225,7 @@ class ServerState:
             "records": executor.replicas,
             "version": executor.version,
             "sent": executor.sent,
+            "kept": executor.own,
             "undecided": {name: arrays_of(delta) for name, delta in executor.undecided.items()},
             "statistics": executor.statistics,
             "snapshots": [(arrays_of(state), info) for state, info in self.queue.snapshots],
@@ -238,7 +240,7 @@ class ServerState:
         parts = messages.unpack(copied, self._known())
         self.loop = parts["loop"]
         executor.replicas, executor.version, executor.sent = parts["records"], parts["version"], parts["sent"]
-        executor.statistics = parts["statistics"]
+        executor.statistics, executor.own = parts["statistics"], parts["kept"]
         executor.undecided = {n: messages.state_of(layout, a) for n, a in parts["undecided"].items()}
         self.queue.snapshots.extend((messages.state_of(layout, a), info) for a, info in parts["snapshots"])
         for name, value in parts["own"].items():
