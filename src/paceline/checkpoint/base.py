@@ -64,6 +64,15 @@ def slot_name(slot: str, parameter: str) -> str:
     return f"{OPTIMIZER}{slot}/{parameter}"
 
 
+def parameter_of(name: str) -> str:
+    """Return the name of the parameter whose state has this name, or the name itself.
+
+    >>> parameter_of("optimizer/exp_avg/head.weight"), parameter_of("head.weight")
+    ('head.weight', 'head.weight')
+    """
+    return name.split("/", 2)[2] if name.startswith(OPTIMIZER) else name
+
+
 def check_saveable(state: Mapping[str, Tensor]) -> None:
     """Require that checkpoints can hold parameters and buffers, given by full name.
 

@@ -8,7 +8,7 @@ Reading intersects the rectangles that are wanted with those that are stored::
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -179,24 +179,29 @@ class TensorSource(Protocol):
 
 
 @dataclass(frozen=True)
-class TensorsInMemory:
-    """Full tensors by name."""
+class ChunksInMemory:
+    """Tensors of which other processes have left chunks; together they have all of each."""
 
-    tensors: Mapping[str, Tensor]
+    chunks: Sequence[TensorChunk]
 
     def names(self, prefix: str = "") -> list[str]:
         """Return the names that begin with ``prefix``."""
-        return [name for name in self.tensors if name.startswith(prefix)]
+        return sorted({chunk.name for chunk in self.chunks if chunk.name.startswith(prefix)})
 
     def info(self, name: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Return shape and dtype; None if there is none of this name."""
-        tensor = self.tensors.get(name)
-        return None if tensor is None else (tuple(tensor.shape), tensor.dtype)
+        """Return shape and dtype of a full tensor; None if there is none of this name."""
+        return next(((chunk.shape, chunk.tensor.dtype) for chunk in self.chunks if chunk.name == name), None)
 
     def read_into(self, chunks: Iterable[TensorChunk]) -> None:
-        """Fill chunks, each of which is a whole tensor."""
+        """Fill chunks, however the tensors are cut here."""
+        by_name = defaultdict[str, list[TensorChunk]](list)
+        for chunk in self.chunks:
+            by_name[chunk.name].append(chunk)
         for chunk in chunks:
-            chunk.tensor.detach().copy_(self.tensors[chunk.name])
+            for left in by_name[chunk.name]:
+                stored = ChunkEntry("", left.key, left.offset, tuple(left.tensor.shape))
+                if all(extent > 0 for _, extent in _common(chunk, stored)):
+                    _copy_common(chunk, stored, left.tensor)
 
 
 def find(path: Path) -> tuple[Checkpoint | None, list[str]]:

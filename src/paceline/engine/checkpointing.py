@@ -22,6 +22,7 @@ from paceline.checkpoint.base import TensorChunk
 from paceline.checkpoint.writer import CheckpointWriter, SaveResult
 from paceline.core.types import Seconds, Version
 from paceline.engine.loop import RunLoop
+from paceline.engine.own_states import KEY
 from paceline.engine.run_context import RunContext
 from paceline.replica.optimizer_state import merged_json
 
@@ -49,10 +50,14 @@ class Snapshot:
 
 def _merged(parts: Sequence[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
     """Return what only the engine understands of all processes: under each name the entries of all of them."""
-    merged = dict[str, Any]()
+    merged, kept = dict[str, Any](), dict[str, list[Mapping[str, Any]]]()
     for part in parts:
         for name, value in (part or {}).items():
             merged[name] = {**merged.get(name, {}), **value} if isinstance(value, Mapping) else value
+        for replica, saved in (part or {}).get(KEY, {}).items():
+            kept.setdefault(replica, []).append(saved)
+    if kept:  # of one replica, each worker says what it has
+        merged[KEY] = {replica: merged_json(each) for replica, each in kept.items()}
     return merged or parts[0]
 
 

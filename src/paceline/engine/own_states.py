@@ -1,12 +1,13 @@
 """Which replicas keep a state of their own from Δ to Δ, and where a checkpoint has it: ``replica/<number>/<name>``.
 
 Where a checkpoint or a replacement is to have it, a replica also leaves it as bytes beside its Δ, which other processes
-read: a length, JSON (what is no tensor; name, shape and dtype of each tensor), and the tensors, each aligned.
+read: a length, JSON (what is no tensor; name, rectangle and dtype of each chunk), and the chunks, each aligned. Of a
+replica of several workers each leaves what it has.
 """
 
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from paceline.aggregation.state_codec import kind
 from paceline.checkpoint.base import TensorChunk
-from paceline.checkpoint.reader import TensorsInMemory
+from paceline.checkpoint.reader import ChunksInMemory
 from paceline.comm.shared_memory import aligned
 from paceline.core.delta import InPlace
 from paceline.core.errors import InputError
@@ -24,6 +25,7 @@ from paceline.core.types import ReplicaId
 from paceline.engine.run_context import RunContext
 from paceline.replica.flat_state import FlatLayout
 from paceline.replica.local_sgd import KeepsState
+from paceline.replica.optimizer_state import merged_json
 
 # Key of what is no tensor of these states, by replica, among what a checkpoint has of the engine.
 KEY = "replicas"
@@ -41,34 +43,39 @@ def keeps_own_state(context: RunContext) -> bool:
 
 
 def own_bytes(context: RunContext, state: FlatLayout) -> int:
-    """Return more bytes than a replica's state takes with any optimizer of torch.
+    """Return more bytes than the state of a replica, or of one of its workers, takes with any optimizer of torch.
 
     0: replicas keep nothing, or no checkpoint, no replacement and no run that goes on would read it.
     """
     job = context.job
     is_read = job.checkpoint is not None or job.resume is not None or job.on_death == "replace" or job.strategy.elastic
-    if job.strategy.spread or not (is_read and keeps_own_state(context)):
+    if not (is_read and keeps_own_state(context)):
         return 0
     return aligned(VECTORS * sum(b.elements * b.dtype.itemsize for b in (*state.parameters, *state.buffers)) + HEAD)
 
 
 @dataclass(frozen=True)
 class OwnState:
-    """What one replica keeps.
+    """What one replica keeps, or one of its workers.
 
     Args:
         saved: what is no tensor.
-        tensors: the others by full name.
+        parts: chunks of the tensors.
     """
 
     saved: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
+    parts: Sequence[TensorChunk]
 
     @classmethod
     def of(cls, own: KeepsState) -> "OwnState | None":
         """Return what a replica keeps now, its own tensors; None: nothing yet."""
         saved = own.state_json()
-        return None if saved is None else cls(saved, {chunk.name: chunk.tensor.detach() for chunk in own.chunks()})
+        return None if saved is None else cls(saved, own.chunks())
+
+    @classmethod
+    def merged(cls, states: "Sequence[OwnState]") -> "OwnState":
+        """Return what the workers of one replica keep together."""
+        return cls(merged_json([state.saved for state in states]), [part for state in states for part in state.parts])
 
     @classmethod
     def saved_for(cls, context: RunContext, replica: ReplicaId) -> "OwnState | None":
@@ -77,18 +84,19 @@ class OwnState:
         if saved is None or resume is None:
             return None
         part = resume.checkpoint.under(replica_prefix(replica))
-        return cls(saved, {name: part.read(name) for name in part.names()})
+        return cls(saved, [TensorChunk.whole(name, part.read(name)) for name in part.names()])
 
     @classmethod
     def read(cls, buffer: memoryview) -> "OwnState":
         """Return what :meth:`write` has written; the tensors are views."""
         size = int.from_bytes(buffer[:_LENGTH], "little")
         saved, rows = json.loads(bytes(buffer[_LENGTH : _LENGTH + size]))
-        tensors, at = dict[str, Tensor](), aligned(_LENGTH + size)
-        for name, shape, dtype in rows:
-            tensors[name] = _view(buffer, at, shape, getattr(torch, dtype))
-            at += aligned(tensors[name].nbytes)
-        return cls(saved, tensors)
+        parts, at = list[TensorChunk](), aligned(_LENGTH + size)
+        for name, full, offset, shape, dtype in rows:
+            tensor = _view(buffer, at, shape, getattr(torch, dtype))
+            parts.append(TensorChunk(name, tuple(full), tuple(offset), tensor))
+            at += aligned(tensor.nbytes)
+        return cls(saved, parts)
 
     def write(self, memory: Callable[[int], memoryview | None]) -> int:
         """Write it as bytes; return how many, or 0 where there is no memory.
@@ -96,28 +104,32 @@ class OwnState:
         Args:
             memory: number of bytes -> so many; None: there are not.
         """
-        rows = [(name, tuple(tensor.shape), str(tensor.dtype)[6:]) for name, tensor in self.tensors.items()]
+        tensors = [part.tensor.detach() for part in self.parts]
+        rows = [
+            (part.name, part.shape, part.offset, tuple(tensor.shape), str(tensor.dtype)[6:])
+            for part, tensor in zip(self.parts, tensors, strict=True)
+        ]
         head = json.dumps([self.saved, rows]).encode()
         at = aligned(_LENGTH + len(head))
-        size = at + sum(aligned(tensor.nbytes) for tensor in self.tensors.values())
+        size = at + sum(aligned(tensor.nbytes) for tensor in tensors)
         buffer = memory(size)
         if buffer is None:
             return 0
         buffer[:_LENGTH] = len(head).to_bytes(_LENGTH, "little")
         buffer[_LENGTH : _LENGTH + len(head)] = head
-        for tensor in self.tensors.values():
+        for tensor in tensors:
             _view(buffer, at, tensor.shape, tensor.dtype).copy_(tensor)
             at += aligned(tensor.nbytes)
         return size
 
     def chunks(self, replica: ReplicaId) -> Iterator[TensorChunk]:
         """Yield the tensors as a checkpoint names them."""
-        for name, tensor in self.tensors.items():
-            yield TensorChunk.whole(replica_prefix(replica) + name, tensor)
+        for part in self.parts:
+            yield replace(part, name=replica_prefix(replica) + part.name)
 
     def restore(self, own: KeepsState, layout: FlatLayout) -> None:
         """Let a replica go on with it; ``layout`` is that of A."""
-        own.restore(self.saved, TensorsInMemory(self.tensors), layout)
+        own.restore(self.saved, ChunksInMemory(self.parts), layout)
 
 
 def _view(buffer: memoryview, offset: int, shape: Iterable[int], dtype: torch.dtype) -> Tensor:

@@ -185,8 +185,7 @@ def _resume_note(context: RunContext, run: RunState, coordinator: Coordinator) -
     if context.epochs_before:
         parts.append("with a new epoch of data of another length")
     if keeps_own_state(context):
-        one_worker = context.job.engine == "virtual" or not context.job.strategy.spread
-        kept = saved_states(context) if one_worker else {}
+        kept = saved_states(context)
         if new := [str(replica) for replica in range(context.replicas) if replica not in kept]:
             parts.append(
                 f"with new optimizers in replicas {', '.join(new)}" if kept else "with new optimizers in the replicas"

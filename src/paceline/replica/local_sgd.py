@@ -7,7 +7,7 @@ from typing import Any, Protocol, final
 import torch
 from torch.optim import Optimizer
 
-from paceline.checkpoint.base import TensorChunk
+from paceline.checkpoint.base import TensorChunk, parameter_of
 from paceline.checkpoint.reader import TensorSource
 from paceline.core.types import Clock
 from paceline.program import Program
@@ -16,7 +16,7 @@ from paceline.replica.flat_optimizer import FlatOptimizer
 from paceline.replica.flat_state import FlatLayout, FlatState, finite
 from paceline.replica.gradient_clipping import clip, clip_by_square, square_norm
 from paceline.replica.optimizer_factory import optimizer_of_part
-from paceline.replica.optimizer_state import whole_chunks
+from paceline.replica.optimizer_state import Describe, whole_chunks
 from paceline.replica.own_parameters import Exchange, OwnParameters
 from paceline.replica.single import Autograd
 
@@ -191,7 +191,9 @@ class ShardedLocalSGD(Replica):
         inner: computes this worker's part of the gradient of one batch.
         whole: the layout of A.
         layout: of this worker's part.
-        counted: the names of the parameters that count here in the norm of the gradient.
+        owned: names of the tensors of A that this worker has for its replica: in checkpoints, and in the norm of the
+            gradient.
+        describe: a tensor of the shape of a parameter's part -> chunks of the full one.
         summed: a number -> its sum over the workers of the replica, which all ask for it together.
         exchange: how the parameters and A meet.
         distance: whether the parameters are sent, not how far they have moved.
@@ -203,7 +205,8 @@ class ShardedLocalSGD(Replica):
         inner: Replica,
         whole: FlatLayout,
         layout: FlatLayout,
-        counted: Collection[str],
+        owned: Collection[str],
+        describe: Describe,
         summed: Callable[[float], float],
         exchange: Exchange,
         *,
@@ -211,9 +214,10 @@ class ShardedLocalSGD(Replica):
     ) -> None:
         self._program, self._inner, self._whole = program, inner, whole
         self._summed, self.exchange, self._distance = summed, exchange, distance
+        self._owned, self._describe = owned, describe
         self._gradient = layout.new()
         views = zip(layout.parameter_names, self._gradient.views.parameters, strict=True)
-        self._counted = [view for name, view in views if name in counted]
+        self._counted = [view for name, view in views if name in owned]
         self._own: OwnParameters | None = None
         self._optimizer: FlatOptimizer | None = None
         self._losses, self._samples = 0.0, 0
@@ -222,13 +226,48 @@ class ShardedLocalSGD(Replica):
         """Start from the A that is sent next."""
         self._own = None
 
+    def _begin(self, own: OwnParameters) -> None:
+        """Step these parameters, with a new optimizer."""
+        self._own, self._optimizer, program, state = own, None, self._program, own.state
+        if state.parameters:
+            make = optimizer_of_part(program.optimizer, self._whole, state.layout)
+            self._optimizer = FlatOptimizer(make, program.scheduler, state, self._gradient)
+
+    def chunks(self) -> list[TensorChunk]:
+        """Return what this worker has for its replica, between two Δs; nothing before the first A."""
+        if self._own is None:
+            return []
+        found = self._described(self._own.state)
+        if self._optimizer is not None:
+            found += self._optimizer.chunks(self._describe)
+        return [chunk for chunk in found if parameter_of(chunk.name) in self._owned]
+
+    def state_json(self) -> dict[str, Any] | None:
+        """Return what of its own state is no tensor; None: it has nothing of its own, and begins with an A."""
+        if self._own is None:
+            return None
+        saved = {} if self._optimizer is None else self._optimizer.state_json(self._describe)
+        return saved | ({"version": self._own.version} if saved else {})
+
+    def restore(self, saved: Mapping[str, Any], source: TensorSource, layout: FlatLayout) -> None:
+        """Go on from a checkpoint; ``saved`` is what all workers of the replica returned, merged."""
+        del layout  # this worker has a part of it
+        own = self._gradient.layout.new()
+        source.read_into(self._described(own))
+        self._begin(OwnParameters(own, self.exchange))
+        assert self._own is not None, "it has begun"
+        self._own.version = saved.get("version", 0)
+        if self._optimizer is not None:
+            self._optimizer.restore(saved, source, self._describe)
+
+    def _described(self, state: FlatState) -> list[TensorChunk]:
+        entries = (entry for block in (*state.layout.parameters, *state.layout.buffers) for entry in block.entries)
+        named = zip(entries, (*state.views.parameters, *state.views.buffers), strict=True)
+        return [chunk for entry, view in named for chunk in self._describe("", entry, view)]
+
     def adopt(self, state: FlatState) -> None:
         if self._own is None:
-            self._own = OwnParameters(state, self.exchange)
-            program, self._optimizer = self._program, None
-            if state.parameters:
-                make = optimizer_of_part(program.optimizer, self._whole, state.layout)
-                self._optimizer = FlatOptimizer(make, program.scheduler, self._own.state, self._gradient)
+            self._begin(OwnParameters(state, self.exchange))
         else:
             self._own.send(state)
         self._losses, self._samples = 0.0, 0

@@ -34,3 +34,14 @@ def test_updates_wait_for_a_copy_under_way(
     expected, found = (Checkpoint.open(tmp_path / name / "step-4") for name in ("whole", "cut"))
     assert set(found.names()) == set(expected.names())
     assert all(torch.equal(found.read(name), expected.read(name)) for name in expected.names())
+
+
+@pytest.mark.parametrize("form", ["shards=2", "stages=2"])
+def test_replicas_of_several_workers_go_on_under_any_policy(local: Local, tmp_path: Path, form: str) -> None:
+    """Each worker knows the version that it is sent as the one that the run goes on from."""
+    program, strategy = programs.program(optimizer=ADAM), f"replicas=1 {form} aggregation=asynchronous"
+    whole = local(program, strategy, steps=9)
+    local(program, strategy, steps=4, checkpoint=tmp_path)
+    run = local(program, strategy, steps=9, checkpoint=tmp_path, resume=True)
+    assert all(torch.equal(value, run.state[name]) for name, value in whole.state.items())
+    assert run.summary["updates"] == 9

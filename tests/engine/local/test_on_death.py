@@ -65,6 +65,8 @@ def same(one: Run, other: Run) -> bool:
         ("replicas=1", programs.mlp, dying),
         ("replicas=2 aggregation=local-steps:period=2", programs.dropout, dying),
         ("replicas=2 aggregation=local-steps:period=2", programs.dropout, dying_within),
+        ("replicas=2 shards=2 aggregation=local-steps:period=2", programs.mlp, dying),
+        ("replicas=2 stages=2 aggregation=local-steps:period=2", programs.mlp, dying),
     ],
 )
 def test_a_replaced_replica_changes_no_bit(local: Local, tmp_path: Path, strategy: str, model: Any, loop: Any) -> None:

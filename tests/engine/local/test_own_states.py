@@ -31,6 +31,8 @@ FALLING = programs.program(
     [
         ("replicas=2 aggregation=local-steps:period=2", PROGRAM),
         ("replicas=2 aggregation=local-steps:period=2,outer=nesterov", FALLING),
+        ("replicas=2 shards=2 aggregation=local-steps:period=2", PROGRAM),
+        ("replicas=2 stages=2 aggregation=local-steps:period=2,outer=nesterov", FALLING),
         # Of several replicas, real time decides who comes first.
         ("replicas=1 aggregation=hogwild", PROGRAM),
         ("replicas=1 aggregation=hogwild", FALLING),
@@ -64,6 +66,25 @@ def test_what_replicas_go_on_with_is_what_they_had(local: Local, tmp_path: Path,
     assert all(torch.equal(one.read(name), other.read(name)) for name in names)
     heads = [checkpoint.manifest.head["run"]["engine"]["replicas"] for checkpoint in (one, other)]
     assert heads[0] == heads[1]
+
+
+@pytest.mark.parametrize("program", [PROGRAM, FALLING])
+def test_however_a_replica_is_cut(local: Local, tmp_path: Path, program: Any) -> None:
+    """Saved in one form, and once more in another one before a step."""
+    policy = "aggregation=elastic-averaging:period=2,elasticity=0.2"
+    local(program, f"replicas=2 shards=2 {policy}", steps=6, checkpoint=tmp_path / "a")
+    local(program, f"replicas=2 stages=2 {policy}", steps=6, resume=tmp_path / "a", checkpoint=tmp_path / "b")
+    local(program, f"replicas=2 {policy}", steps=6, resume=tmp_path / "b", checkpoint=tmp_path / "c")
+    run = local(program, f"replicas=2 shards=2 {policy}", steps=6, resume=tmp_path / "c", checkpoint=tmp_path / "d")
+    assert "new optimizers" not in run.summary["notes"]["resumed"]
+    one, *others = [newest(tmp_path / folder)[0] for folder in "abcd"]
+    assert one is not None
+    names = sorted(one.names("replica/"))
+    assert {name.split("/")[1] for name in names if "/optimizer/" in name} == {"0", "1"}
+    for other in others:
+        assert other is not None
+        assert names == sorted(other.names("replica/"))
+        assert all(torch.equal(one.read(name), other.read(name)) for name in names)
 
 
 @pytest.mark.parametrize("policy", ["elastic-averaging:period=2,elasticity=0.2", "hogwild"])

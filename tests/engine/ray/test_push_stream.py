@@ -25,6 +25,7 @@ from tests.engine import programs
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
 
+from paceline.checkpoint.base import TensorChunk
 from paceline.engine.own_states import OwnState
 from paceline.engine.ray import push_stream, server_link
 from paceline.engine.ray.engine import RayEngine
@@ -102,6 +103,10 @@ def buffers(layout: FlatLayout) -> Iterator[PushBuffers]:
         yield found
 
 
+def parts(**tensors: Tensor) -> list[TensorChunk]:
+    return [TensorChunk.whole(name, tensor) for name, tensor in tensors.items()]
+
+
 def fill(vectors: list[Tensor], seed: int) -> list[Bytes]:
     """Fill vectors with random bits; return them as bytes."""
     generator = torch.Generator().manual_seed(seed)
@@ -142,7 +147,7 @@ def test_what_a_replica_keeps_comes_with_its_delta(server: Server, layout: FlatL
         stream = PushStream(server.address if one_host else server.address._replace(host_id="another"), buffers)
         for attempt in (1, 2, 3):
             pushed = fill(buffers.delta.vectors, attempt)
-            size = buffers.leave(attempt, OwnState({"steps": attempt}, {"x": values * attempt, "none": values[:0]}))
+            size = buffers.leave(attempt, OwnState({"steps": attempt}, parts(x=values * attempt, none=values[:0])))
             server.replies = [(RayGrant(attempt + 1, BatchRange(0, 0, 1), 8), arrays_of(layout.new()))]
             stream.push(completion(attempt)._replace(own_bytes=size), cancelled=False)
             stream.receive()
@@ -150,9 +155,10 @@ def test_what_a_replica_keeps_comes_with_its_delta(server: Server, layout: FlatL
             assert [a.tobytes() for a in arrays] == [a.tobytes() for a in pushed]
             read = OwnState.read(own.data)
             assert read.saved == {"steps": attempt}
-            assert torch.equal(read.tensors["x"], values * attempt)
-            assert read.tensors["none"].shape == (0,)
-        assert buffers.leave(4, OwnState({}, {"x": values.repeat(10)})) == 0
+            assert [part.name for part in read.parts] == ["x", "none"]
+            assert torch.equal(read.parts[0].tensor, values * attempt)
+            assert read.parts[1].tensor.shape == (0,)
+        assert buffers.leave(4, OwnState({}, parts(x=values.repeat(10)))) == 0
         stream.push(completion(4)._replace(own_bytes=OWN_BYTES + 1), cancelled=True)
         with pytest.raises((EOFError, OSError)):
             stream.receive()

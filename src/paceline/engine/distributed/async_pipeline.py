@@ -31,7 +31,7 @@ from paceline.engine.batch_dispatcher import NO_BATCHES, BatchDispatcher
 from paceline.engine.checkpointing import Snapshot
 from paceline.engine.distributed.client import ClientContext, RankClient
 from paceline.engine.distributed.exchange import of_step
-from paceline.engine.distributed.held_tensors import HeldTensors, PartChunks, part_tensors
+from paceline.engine.distributed.held_tensors import HeldTensors, part_tensors
 from paceline.engine.distributed.rank_shard import RankShard
 from paceline.engine.distributed.rank_status import FIELDS, RankStatus, StatusKind, by_replica
 from paceline.engine.distributed.reduce_buffer import ReduceBuffer
@@ -40,6 +40,7 @@ from paceline.engine.loop import nonfinite_error
 from paceline.engine.spmd.communicator import ring_bytes
 from paceline.engine.spmd.pipeline_rank import PipelineRank
 from paceline.engine.spmd.rank_context import RankSetup
+from paceline.engine.spmd.shard_views import PartChunks
 from paceline.replica.base import Measured, Replica
 from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.replica.pipeline.async_stage import AsyncStage

@@ -5,21 +5,21 @@ A parameter's part on a rank is cut twice at most: by the shards of its stage, a
     full tensor -- placement among shards --> this shard's part -- slice of ZeRO-1 --> what this rank steps on
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Size, Tensor
+from torch import Tensor
 
 from paceline.checkpoint.base import TensorChunk, chunks_of_range
 from paceline.engine.checkpointing import Snapshot
 from paceline.engine.distributed.kept_residuals import KeptResiduals
 from paceline.engine.distributed.zero1 import ZeroOptimizer
 from paceline.engine.run_state import ResumePoint
+from paceline.engine.spmd.shard_views import PartChunks
 from paceline.replica.flat_optimizer import FlatOptimizer
-from paceline.replica.flat_state import DtypeBuffer, FlatLayout, FlatState, TensorEntry
+from paceline.replica.flat_state import DtypeBuffer, TensorEntry
 from paceline.replica.optimizer_state import Describe
-from paceline.replica.tensor.placements import Placement, Shard
 
 
 @dataclass(frozen=True)
@@ -75,51 +75,6 @@ class HeldTensors:
         """Return copies of what this rank writes; ``engine`` is what only the engine understands."""
         chunks = [replace(chunk, tensor=chunk.tensor.clone()) for chunk in self.written()]
         return Snapshot(chunks, self.state_json(), engine)
-
-
-@dataclass(frozen=True)
-class PartChunks:
-    """Describes tensors of one shard's part of A.
-
-    Args:
-        whole: layout of A.
-        placements: of the tensors among the shards, by name; of others each shard has all.
-        shard: number of the shard.
-    """
-
-    whole: FlatLayout
-    placements: Mapping[str, Placement]
-    shard: int
-
-    def of(self, state: FlatState) -> list[TensorChunk]:
-        """Return the chunks of a part of A."""
-        entries = (entry for block in (*state.layout.parameters, *state.layout.buffers) for entry in block.entries)
-        named = zip(entries, (*state.views.parameters, *state.views.buffers), strict=True)
-        return [chunk for entry, view in named for chunk in self("", entry, view)]
-
-    def __call__(self, prefix: str, entry: TensorEntry, tensor: Tensor) -> Iterable[TensorChunk]:
-        """Yield the chunks of a tensor of the shape of a parameter's part."""
-        return self.place(prefix, entry.name, TensorChunk.whole(prefix + entry.name, tensor))
-
-    def place(self, prefix: str, name: str, part: TensorChunk) -> Iterator[TensorChunk]:
-        """Yield a chunk of a shard's part of a tensor as chunks of the full tensor."""
-        shape, placement = tuple(self._shapes[name]), self.placements.get(name)
-        if not isinstance(placement, Shard):
-            yield TensorChunk(prefix + name, shape, part.offset, part.tensor)
-            return
-        dim, size, first = placement.dim % len(shape), placement.sizes[self.shard], placement.offsets[self.shard]
-        start, stop = part.offset[dim], part.offset[dim] + part.tensor.shape[dim]
-        for block in range(shape[dim] // placement.block_size):
-            low, high = max(start, block * size), min(stop, (block + 1) * size)
-            if low < high:
-                at = block * placement.block_size + first + low - block * size
-                offset = (*part.offset[:dim], at, *part.offset[dim + 1 :])
-                yield TensorChunk(prefix + name, shape, offset, part.tensor.narrow(dim, low - start, high - low))
-
-    @property
-    def _shapes(self) -> dict[str, Size]:
-        blocks = (*self.whole.parameters, *self.whole.buffers)
-        return {entry.name: entry.shape for block in blocks for entry in block.entries}
 
 
 @dataclass(frozen=True)

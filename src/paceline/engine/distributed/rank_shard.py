@@ -3,6 +3,7 @@
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, final
 
@@ -15,7 +16,7 @@ from paceline.core.mesh import Coordinate
 from paceline.core.types import Version
 from paceline.engine.distributed.exchange import GradientSync, ModelParallelSync, Turns
 from paceline.engine.distributed.fsdp import FsdpModule, FsdpReplica, FsdpUpdate
-from paceline.engine.distributed.held_tensors import HeldTensors, PartChunks, among, part_tensors, zero_tensors
+from paceline.engine.distributed.held_tensors import HeldTensors, among, part_tensors, zero_tensors
 from paceline.engine.distributed.kept_residuals import KeptResiduals
 from paceline.engine.distributed.norms import DeltaNorms, NoiseObserver
 from paceline.engine.distributed.overlap import Overlap, build_overlap
@@ -28,6 +29,7 @@ from paceline.engine.server_optimizer import ServerOptimizer
 from paceline.engine.spmd.communicator import Communicator, ring_bytes
 from paceline.engine.spmd.pipeline_rank import PipelineRank
 from paceline.engine.spmd.rank_context import RankSetup, SubGroup, holders
+from paceline.engine.spmd.shard_views import PartChunks
 from paceline.engine.spmd.tensor_parallel_rank import TensorParallelRank
 from paceline.replica.base import Replica, micro_steps
 from paceline.replica.flat_state import FlatLayout, FlatState, read
@@ -271,7 +273,7 @@ class ModelParallelShard(RankShard):
         if context.local_sgd:
             self.worker = ranks.worker(1, recorder)
             stepping = ranks.stepping(self.worker, self._summed)
-            self.forget, self.takes_over = stepping.forget, stepping.exchange
+            self.own, self.forget, self.takes_over = stepping, stepping.forget, stepping.exchange
             return stepping
         handoff = self.update.handoff if isinstance(self.update, ModelParallelUpdate) else None
         self.worker = ranks.worker(micro_steps(context.delta), recorder, handoff)
@@ -286,13 +288,15 @@ class ModelParallelShard(RankShard):
 
     def held(self) -> HeldTensors:
         ranks, place = self._ranks, self._ranks.place
-        part = PartChunks(ranks.whole, ranks.stages[place.stage].placements, ranks.shard)
+        part = ranks.part_chunks()
         state = part.of(self.state)
         first = ranks.mesh.stage_replica(place).copy == 0 and place.replica == 0
         owned = ranks.names()
         if isinstance(self.update, ZeroOptimizer):
             return zero_tensors(self.update, part, state, first=first, owned=owned)
-        return part_tensors(part, state, self.update.optimizer, owned if first else ())
+        held = part_tensors(part, state, self.update.optimizer, owned if first else ())
+        own = [] if self.own is None else [*replica_chunks(place.replica, self.own)]
+        return replace(held, own=own, writes_any=held.writes_any or ranks.run_context.local_sgd)
 
     def notes(self) -> Mapping[str, str | int | float]:
         ranks, zero = self._ranks, isinstance(self.update, ZeroOptimizer)

@@ -43,7 +43,7 @@ class ArenaLayout:
     workers: int = 0
     """Of all replicas."""
     own_bytes: int = 0
-    """Address space of a copy of what a replica keeps from Δ to Δ, of which each has two; 0: there are none."""
+    """Address space of a copy of what a worker keeps from Δ to Δ, of which each has two; 0: there are none."""
 
     @classmethod
     def of(cls, context: RunContext, state: FlatLayout, optimizer_vectors: int) -> "ArenaLayout":
@@ -79,7 +79,7 @@ class ParameterArena:
         for r in range(layout.replicas if layout.slots else 0):
             self._add(f"delta {r} 0")
         if layout.own_bytes:
-            own_words_at = self._arena.add("own words", (3 * layout.replicas + 1,), torch.int64)
+            own_words_at = self._arena.add("own words", (3 * layout.workers + 1,), torch.int64)
         touched = self._arena.size_bytes
         for slot in range(1, layout.slots):
             for r in range(layout.replicas):
@@ -90,7 +90,7 @@ class ParameterArena:
             memory = [f"memory {copy} {m}" for copy in (0, 1) for m in range(layout.optimizer_vectors)]
             for name in ("sum", *memory):
                 self._add(name, committed=False, buffers=False)
-        self.own_begin = self._arena.add("own", (2 * layout.replicas * layout.own_bytes,), torch.uint8)
+        self.own_begin = self._arena.add("own", (2 * layout.workers * layout.own_bytes,), torch.uint8)
         """Offset of the copies of what replicas keep."""
         size = self._arena.size_bytes
         if fd is None:
@@ -101,7 +101,7 @@ class ParameterArena:
         self.own_words = memoryview(b"").cast("q")
         """Words that say which copies of what replicas keep are whole."""
         if layout.own_bytes:
-            count = 8 * (3 * layout.replicas + 1)
+            count = 8 * (3 * layout.workers + 1)
             self.own_words = self.segment.buffer[own_words_at : own_words_at + count].cast("q")
         self._readable: SharedMemory | None = None
         self.mapped: dict[str, FlatState] = {}

@@ -33,7 +33,7 @@ _LAST = 1 << 62
 
 
 class OwnStates:
-    """The buffers of all replicas; the same in main and in each worker.
+    """The buffers of all workers; the same in main and in each worker. A worker has the number of its rank in the mesh.
 
     Args:
         arena: of the run, with such buffers.
@@ -42,11 +42,13 @@ class OwnStates:
     def __init__(self, arena: ParameterArena) -> None:
         self._arena = arena
         self._words = arena.own_words
-        """Of each replica: the attempt in either buffer, and the newest question that it has answered."""
+        """Of each worker: the attempt in either buffer, and the newest question that it has answered."""
         self._asked = arena.own_words[-1:]
         """The newest question of main."""
         self.on_request = not arena.layout.slots
         """Whether copies are left when main asks."""
+        self._workers = arena.layout.workers // arena.layout.replicas
+        """Of each replica."""
         self._reserved: dict[int, int] = {}
         """Bytes of each buffer that this process has given memory."""
 
@@ -57,8 +59,9 @@ class OwnStates:
 
     # -------------------------------------------------------------------------------------------------------- a worker
 
-    def begin(self, context: RunContext, replica: ReplicaId, attempt: Clock, own: KeepsState) -> None:
+    def begin(self, context: RunContext, worker: int, attempt: Clock, own: KeepsState) -> None:
         """Let a worker go on with what its replica had after ``attempt``, in this run or in the one that goes on."""
+        replica = worker // self._workers
         left = self.find(replica, attempt)
         layout = self._arena.layout.state
         if left is not None:
@@ -67,23 +70,23 @@ class OwnStates:
             assert context.job.resume is not None, "what was saved comes from there"
             own.restore(saved, context.job.resume.checkpoint.under(replica_prefix(replica)), layout)
             if not self.on_request:
-                self.leave(replica, attempt, own=own)
+                self.leave(worker, attempt, own=own)
 
     def asked(self, replica: ReplicaId) -> bool:
         """Return whether main has asked for a copy that a replica has not left."""
         return self.on_request and self._answered(replica)[0] < self._asked[0]
 
-    def leave(self, replica: ReplicaId, attempt: Clock, *, own: KeepsState) -> None:
-        """Leave a copy of what a replica has after an attempt; nothing where there is no memory for it."""
+    def leave(self, worker: int, attempt: Clock, *, own: KeepsState) -> None:
+        """Leave a copy of what a worker has after an attempt; nothing where there is no memory for it."""
         asked = self._asked[0]
-        if self.on_request and not self.asked(replica):
+        if self.on_request and not self.asked(worker):
             return
-        index, left = self._index(replica, attempt), OwnState.of(own)
-        words = self._words[3 * replica : 3 * replica + 2]
+        index, left = self._index(worker, attempt), OwnState.of(own)
+        words = self._words[3 * worker : 3 * worker + 2]
         words[index % 2] = 0
         if left is not None and left.write(functools.partial(self._memory, index)):
             words[index % 2] = attempt + 1
-        self._answered(replica)[0] = asked  # last: main reads the copy once it sees it
+        self._answered(worker)[0] = asked  # last: main reads the copy once it sees it
 
     def leave_last(self, replica: ReplicaId, attempt: Clock, own: KeepsState) -> None:
         """Leave a copy at the end of a worker."""
@@ -109,11 +112,14 @@ class OwnStates:
 
     def find(self, replica: ReplicaId, attempt: Clock) -> OwnState | None:
         """Return what a replica had after an attempt, or, where it is left on request, what it has left last."""
-        index = self._index(replica, attempt)
-        label = self._words[3 * replica + index % 2]
-        if not label or (not self.on_request and label != attempt + 1):
-            return None
-        return OwnState.read(self._arena.segment.buffer[self._begin(index) :])
+        found = list[OwnState]()
+        for worker in range(replica * self._workers, (replica + 1) * self._workers):
+            index = self._index(worker, attempt)
+            label = self._words[3 * worker + index % 2]
+            if not label or (not self.on_request and label != attempt + 1):
+                return None
+            found.append(OwnState.read(self._arena.segment.buffer[self._begin(index) :]))
+        return OwnState.merged(found)
 
     def snapshot(
         self, attempts: Sequence[Clock], alive: Callable[[ReplicaId], bool], notify: Callable[[ReplicaId], None]
@@ -152,11 +158,11 @@ class OwnStates:
             time.sleep(0.001)  # they are at work, and do not wake main
         return [r for r in replicas if self._answered(r)[0] >= self._asked[0]]
 
-    def _answered(self, replica: ReplicaId) -> "memoryview[int]":
-        return self._words[3 * replica + 2 : 3 * replica + 3]
+    def _answered(self, worker: int) -> "memoryview[int]":
+        return self._words[3 * worker + 2 : 3 * worker + 3]
 
-    def _index(self, replica: ReplicaId, attempt: Clock) -> int:
-        return 2 * replica + (0 if self.on_request else attempt % 2)
+    def _index(self, worker: int, attempt: Clock) -> int:
+        return 2 * worker + (0 if self.on_request else attempt % 2)
 
     def _begin(self, index: int) -> int:
         return self._arena.own_begin + index * self._arena.layout.own_bytes

@@ -233,6 +233,8 @@ class ReplicaLeader(Replica):
     """Knows the granted version and the slot of Δ."""
     receives_loss: bool
     """Whether the last follower sends the loss of each micro-step, which the leader does not know."""
+    leave: Callable[[Clock], None] = lambda _: None
+    """Leaves a copy of what this worker keeps after an attempt."""
     reset: bool = False
     """Whether state that is kept from Δ to Δ is invalid: the last Δ was not finite."""
 
@@ -261,6 +263,8 @@ class ReplicaLeader(Replica):
         send_all(self.pipes, FinishCommand(slot))
         measured = PartDone.merge([self.part.finish(slot), *(pipe.answer("its part of Δ") for pipe in self.pipes)])
         self.reset = not measured.finite
+        if measured.finite:  # else there is no copy of what the replica keeps, for this worker's is not there
+            self.leave(self.client.attempt)
         return measured
 
 
@@ -276,6 +280,8 @@ class Follower:
     metrics: WorkerMetrics
     sends_loss: bool
     """Whether it sends the loss of each micro-step."""
+    leave: Callable[[Clock], None] = lambda _: None
+    """Leaves a copy of what this worker keeps after an attempt."""
     step: Clock = 0
     """The Δ that the replica computes, counted from 1."""
 
@@ -306,7 +312,9 @@ class Follower:
                     self.pipe.send(loss)
                 self.metrics.stepped(pushed=False)
             else:
-                self.pipe.send(self.part.finish(command.slot))
+                done = self.part.finish(command.slot)
+                self.leave(self.step)  # first: the leader's completion says that all of it is there
+                self.pipe.send(done)
                 self.metrics.spent("push", began, self.step)
 
 

@@ -22,8 +22,10 @@ import torch.distributed as dist
 
 from paceline.core import errors
 from paceline.core.mesh import Coordinate
+from paceline.core.types import Clock
 from paceline.engine.local import replica_group
 from paceline.engine.local.arena import ArenaLayout, ParameterArena
+from paceline.engine.local.own_state import OwnStates
 from paceline.engine.local.worker_main import SharedMemoryClient, connected
 from paceline.engine.local.worker_processes import PEER_DIED, label
 from paceline.engine.run_context import RunContext, set_threads_and_seed
@@ -34,6 +36,7 @@ from paceline.engine.spmd.tensor_parallel_rank import TensorParallelRank
 from paceline.engine.worker import ClientWorker, InstrumentedReplica, WorkerMetrics
 from paceline.replica.base import Replica, micro_steps
 from paceline.replica.flat_state import FlatLayout
+from paceline.replica.local_sgd import KeepsState
 from paceline.replica.module_utils import materialize
 from paceline.trace.recorder import NullRecorder, Recorder
 
@@ -140,10 +143,11 @@ class _Member:
         steps = 1 if run.local_sgd else micro_steps(run.delta)
         inner: Replica = ranks.worker(steps, recorder)
         reset: Callable[[], None] = lambda: None  # noqa: E731 (a gradient keeps no state from Δ to Δ)
+        self._own: KeepsState | None = None
         if run.local_sgd:
             gather = setup.context.gather
             inner = stepping = ranks.stepping(inner, lambda square: sum(gather(square, "the norm of a gradient")))
-            reset = stepping.forget
+            reset, self._own = stepping.forget, stepping
         self._part = replica_group.ShardIO(arena, place, ranks, inner, reset)
 
     def lead(
@@ -157,7 +161,8 @@ class _Member:
         """Run the replica's loop after ``first`` micro-steps of replicas before it, after a call of ``ready``."""
         client = SharedMemoryClient(self._arena, self._place.replica, own_fd, main_fd)
         metrics, communicator = self._metrics(2 * self._bytes), self._context.communicator
-        leader = replica_group.ReplicaLeader(self._part, pipes, communicator, client, receives_loss=self._staged)
+        leave = self._go_on(client.attempt)
+        leader = replica_group.ReplicaLeader(self._part, pipes, communicator, client, self._staged, leave)
         measured = InstrumentedReplica(leader, metrics, client, self._bytes)
         worker = ClientWorker(self._run, self._place.replica, measured, client, metrics, first)
         ready()
@@ -170,13 +175,22 @@ class _Member:
         communicator, world, metrics = self._context.communicator, self._context.world, self._metrics(0)
         assert communicator is not None, "a follower has a leader"
         sends_loss = self._staged and world.rank == world.size - 1
-        follower = replica_group.Follower(self._part, pipe, communicator, metrics, sends_loss)
+        leave = self._go_on(self._arena.control.completed[self._place.replica])
+        follower = replica_group.Follower(self._part, pipe, communicator, metrics, sends_loss, leave)
         ready()
         try:
             follower.run()
         finally:
             metrics.close()
         self._add_payload(2 * self._bytes * follower.step)
+
+    def _go_on(self, attempt: Clock) -> Callable[[Clock], None]:
+        """Go on with what the replica kept after an attempt; return what leaves a copy after the next ones."""
+        states = OwnStates.of(self._arena)
+        if states is None or self._own is None:
+            return lambda _: None
+        states.begin(self._run, self._worker, attempt, self._own)
+        return functools.partial(states.leave, self._worker, own=self._own)
 
     def _add_payload(self, nbytes: int) -> None:
         """Count bytes of A and Δ that this worker has moved, and those that it has sent within the replica."""

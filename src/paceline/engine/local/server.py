@@ -68,6 +68,7 @@ class SharedMemoryServer:
         self.attempts = [position.attempt for position in context.run.positions]
         """The newest attempt that each replica was granted."""
         self._control.begin_at(self.attempts, self.version)
+        self._control.versions[self.versions.current] = self.version
         self._read = list(self.attempts)
         """The newest attempt of each replica whose completion was read."""
         self._seen = list(self._read)

@@ -7,14 +7,15 @@
     part                             | head.weight | head.bias |             stage 1, shard 0
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 
+from paceline.checkpoint.base import TensorChunk
 from paceline.core.mesh import Coordinate, Mesh
-from paceline.replica.flat_state import FlatLayout, FlatState
+from paceline.replica.flat_state import FlatLayout, FlatState, TensorEntry
 from paceline.replica.tensor.placements import Placement, Shard, is_counted_on
 
 
@@ -68,6 +69,51 @@ class ShardViews:
         """Copy from the part to the whole."""
         if self._parts:
             torch._foreach_copy_(self._wholes, self._parts)
+
+
+@dataclass(frozen=True)
+class PartChunks:
+    """Describes tensors of one shard's part of A.
+
+    Args:
+        whole: layout of A.
+        placements: of the tensors among the shards, by name; of others each shard has all.
+        shard: number of the shard.
+    """
+
+    whole: FlatLayout
+    placements: Mapping[str, Placement]
+    shard: int
+
+    def of(self, state: FlatState) -> list[TensorChunk]:
+        """Return the chunks of a part of A."""
+        entries = (entry for block in (*state.layout.parameters, *state.layout.buffers) for entry in block.entries)
+        named = zip(entries, (*state.views.parameters, *state.views.buffers), strict=True)
+        return [chunk for entry, view in named for chunk in self("", entry, view)]
+
+    def __call__(self, prefix: str, entry: TensorEntry, tensor: Tensor) -> Iterable[TensorChunk]:
+        """Yield the chunks of a tensor of the shape of a parameter's part."""
+        return self.place(prefix, entry.name, TensorChunk.whole(prefix + entry.name, tensor))
+
+    def place(self, prefix: str, name: str, part: TensorChunk) -> Iterator[TensorChunk]:
+        """Yield a chunk of a shard's part of a tensor as chunks of the full tensor."""
+        shape, placement = tuple(self._shapes[name]), self.placements.get(name)
+        if not isinstance(placement, Shard):
+            yield TensorChunk(prefix + name, shape, part.offset, part.tensor)
+            return
+        dim, size, first = placement.dim % len(shape), placement.sizes[self.shard], placement.offsets[self.shard]
+        start, stop = part.offset[dim], part.offset[dim] + part.tensor.shape[dim]
+        for block in range(shape[dim] // placement.block_size):
+            low, high = max(start, block * size), min(stop, (block + 1) * size)
+            if low < high:
+                at = block * placement.block_size + first + low - block * size
+                offset = (*part.offset[:dim], at, *part.offset[dim + 1 :])
+                yield TensorChunk(prefix + name, shape, offset, part.tensor.narrow(dim, low - start, high - low))
+
+    @property
+    def _shapes(self) -> dict[str, Size]:
+        blocks = (*self.whole.parameters, *self.whole.buffers)
+        return {entry.name: entry.shape for block in blocks for entry in block.entries}
 
 
 def owned_names(stages: Sequence[StageSharding], mesh: Mesh, place: Coordinate) -> set[str]:

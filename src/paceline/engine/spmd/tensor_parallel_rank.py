@@ -17,7 +17,7 @@ from paceline.core.delta import Distance
 from paceline.engine.run_context import first_batch
 from paceline.engine.spmd.communicator import Communicator, ring_bytes
 from paceline.engine.spmd.rank_context import RankSetup, SubGroups, extended_timeout
-from paceline.engine.spmd.shard_views import ShardViews, StageSharding, names_of_part, owned_names
+from paceline.engine.spmd.shard_views import PartChunks, ShardViews, StageSharding, names_of_part, owned_names
 from paceline.replica.base import Replica
 from paceline.replica.flat_state import FlatLayout, FlatState, read
 from paceline.replica.local_sgd import ShardedLocalSGD
@@ -154,17 +154,22 @@ class ModelParallelRank(ABC):
             inner: computes this rank's part of the gradient of one batch.
             summed: a number -> its sum over the ranks of the replica, which all ask for it together.
         """
-        context, counted = self.run_context, owned_names(self.stages, self.mesh, self.place)
+        context, owned = self.run_context, owned_names(self.stages, self.mesh, self.place)
         return ShardedLocalSGD(
             context.job.program,
             inner,
             self.whole,
             self.layout,
-            counted,
+            owned,
+            self.part_chunks(),
             summed,
             Exchange.of(context.delta, context.policy.adopt, self.whole, self.layout),
             distance=isinstance(context.delta, Distance),
         )
+
+    def part_chunks(self) -> PartChunks:
+        """Return what describes tensors of this rank's part."""
+        return PartChunks(self.whole, self.stages[self.place.stage].placements, self.shard)
 
     def counted(self, *, of_each_copy: bool) -> list[str]:
         """Return the parameters that this rank counts in the norm of Δ, if a norm is needed; each counts on one rank.
