@@ -78,7 +78,7 @@ CASES = {
 def assert_equal(one: Run, other: Run, what: str) -> None:
     differing = [name for name, value in one.state.items() if not torch.equal(value, other.state[name])]
     assert not differing, f"{what}: {differing}"
-    for key in ("updates", "gradients", "samples", "staleness", "start_digest", "test_loss"):
+    for key in ("updates", "gradients", "samples", "steps", "staleness", "start_digest", "test_loss"):
         assert one.summary.get(key) == other.summary.get(key), f"{what}: {key}"
     rows = [[(r.updates, r.gradients, r.test_loss) for r in run.history] for run in (one, other)]
     assert rows[0] == rows[1], what

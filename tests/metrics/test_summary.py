@@ -65,6 +65,14 @@ def test_virtual_time_has_no_host_measurements() -> None:
     assert list(found) == [*COUNTS, *RATES, "utilisation", *STALENESS, *others, *END]
 
 
+def test_of_a_run_that_went_on_workers_have_figures_since_then() -> None:
+    found = summarize(replace(ACCOUNT, seconds=8.0, earlier_s=4.0, earlier_steps=(5, 9, 0)), HISTORY, host=True)
+    assert found["steps"] == 17
+    assert found["utilisation"] == [1.0, 0.5, 0.25]
+    assert found["samples_per_s"] == 72.0
+    assert found["payload_bytes_per_step"] == 3 * 800
+
+
 def test_figures() -> None:
     found = summarize(ACCOUNT, HISTORY, host=True)
     assert (found["steps"], found["updates"], found["gradients"], found["nonfinite"]) == (10, 12, 20, 1)

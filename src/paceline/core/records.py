@@ -85,7 +85,7 @@ class ReplicaPosition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorkerFigures:
-    """Figures of one worker over the whole run; None if not measured (the virtual engine's memory, say)."""
+    """Figures of one worker since the run began or went on; None if not measured (the virtual engine's memory, say)."""
 
     replica: ReplicaId
     stage: int
@@ -134,3 +134,7 @@ class Account:
     """The first signal that asked this process to end, ``SIGTERM``, say; None: there was none."""
     statistics: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
     """Gradient statistics over the whole run, if they were requested."""
+    earlier_s: Seconds = 0.0
+    """Training time before the run went on from a checkpoint, of which the workers' figures have nothing."""
+    earlier_steps: tuple[int, ...] = ()
+    """Steps of each replica by then; empty: the workers' figures are of the whole run."""

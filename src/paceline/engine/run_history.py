@@ -43,12 +43,15 @@ class RunHistory:
         self._before: dict[BudgetUnit, tuple[float, int]] = {"steps": (0.0, 0), "epochs": (0.0, 0)}
         """What was spent before a step or an epoch became that of other replicas or data, and the count by then."""
         self._notes: dict[str, str | int | float] = {}
+        self.earlier: tuple[Seconds, tuple[int, ...]] = 0.0, ()
+        """Training time and steps of each replica before the run went on, which its workers' figures do not have."""
         if context.job.resume is not None:
             self._resume(context, context.job.resume.run)
 
     def _resume(self, context: RunContext, run: RunState) -> None:
         """Go on with the history of another run."""
         history, tally = run.history, self._coordinator.tally
+        self.earlier = run.seconds, tuple(position.clock // self._per_step for position in context.positions)
         self._digest, self.last = history.start_digest, history.last_snapshot
         self.records += history.records
         self._losses.extend(history.losses)
@@ -166,6 +169,8 @@ class RunHistory:
             interrupted=interrupted,
             signal=signal,
             statistics=self._noise.overall(seconds, tally.samples) if self._noise else {},
+            earlier_s=self.earlier[0],
+            earlier_steps=self.earlier[1],
         )
 
     def _recent_loss(self) -> float | None:

@@ -43,7 +43,15 @@ class MetricsSink(Protocol):
 def worker_figures(
     place: Coordinate, figures: Figures, step_times: Sequence[Seconds], parameter_bytes: int, seconds: Seconds
 ) -> WorkerFigures:
-    """Return one worker's figures as a run reports them; a step that outlasted training counts up to its end."""
+    """Return one worker's figures as a run reports them; a step that outlasted training counts up to its end.
+
+    Args:
+        place: of the worker.
+        figures: that it measured.
+        step_times: of its newest steps.
+        parameter_bytes: size of its part of A.
+        seconds: training time since the run began or went on.
+    """
     return WorkerFigures(
         *place,
         steps=figures.steps,

@@ -27,11 +27,11 @@ def summarize(
     """Return the figures of one run, in a fixed order.
 
     ``steps`` are those of the replica with the most; rates are per second of training time; ``utilisation`` is
-    busy / total time per worker. ``payload_bytes_per_step`` is the sum over all workers of the bytes that each sends
-    and receives in one step, ``payload_formula_bytes_per_step`` the sources' 2·|A|·P·b for it. ``train_loss``,
-    ``test_loss``, ``test_accuracy`` and ``test_<name>`` are those of the last record, ``…_mean`` their mean over the
-    interval of the history, by the trapezoid rule. A figure that was not measured, or is not finite, is None. Nothing
-    is rounded.
+    busy / total time per worker, of a run that went on from a checkpoint since then. ``payload_bytes_per_step`` is the
+    sum over all workers of the bytes that each sends and receives in one step, ``payload_formula_bytes_per_step`` the
+    sources' 2·|A|·P·b for it. ``train_loss``, ``test_loss``, ``test_accuracy`` and ``test_<name>`` are those of the
+    last record, ``…_mean`` their mean over the interval of the history, by the trapezoid rule. A figure that was not
+    measured, or is not finite, is None. Nothing is rounded.
 
     ``optimizer_bytes`` is the optimizer state of each worker at the end: 0 if the server of A has the only optimizer
     (then ``notes`` has its size), None if a worker has one of unknown size.
@@ -54,14 +54,15 @@ def summarize(
         shards: True if operators of some stage are divided.
     """
     workers, seconds = account.workers, account.seconds
-    figures: dict[str, Any] = {"steps": max((w.steps for w in workers), default=0)}
+    since_s, earlier = seconds - account.earlier_s, dict(enumerate(account.earlier_steps))
+    figures: dict[str, Any] = {"steps": max((w.steps + earlier.get(w.replica, 0) for w in workers), default=0)}
     figures |= {name: getattr(account, name) for name in _COUNTS}
     for name in ("samples", "updates", "gradients"):
         figures[f"{name}_per_s"] = getattr(account, name) / seconds if seconds > 0 else None
     if host:
         times = [w.step_time_s for w in workers if w.step_time_s is not None]
         figures["step_time_s"] = median(times) if times else None
-    figures["utilisation"] = [w.busy_s / seconds if seconds > 0 else None for w in workers]
+    figures["utilisation"] = [w.busy_s / since_s if since_s > 0 else None for w in workers]
     histogram = sorted(account.staleness.items())
     figures["staleness_mean"] = weighted_mean(histogram)
     figures["staleness_max"] = histogram[-1][0] if histogram else None

@@ -52,7 +52,7 @@ def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(on_ray: OnRay,
     resumed = on_ray(program, strategy, steps=9, checkpoint=tmp_path / "parts", resume=True)
     assert tensors(newest_in(tmp_path / "parts")) == tensors(newest_in(tmp_path / "whole"))
     assert all(torch.equal(value, whole.state[name]) for name, value in resumed.state.items())
-    for count in ("updates", "gradients", "applied", "staleness"):
+    for count in ("updates", "gradients", "applied", "staleness", "steps"):
         assert resumed.summary[count] == whole.summary[count], count
     notes = resumed.summary["notes"]
     assert notes["resumed"].startswith("went on from update 5 of ")

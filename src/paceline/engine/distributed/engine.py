@@ -310,7 +310,13 @@ class DistributedRun:
             optimizer = None if shard.stage.stash is None else shard.stage.stash.optimizer
         figures = self._sink.newest._replace(payload_bytes=communicator.traffic.sent_bytes if communicator else 0)
         local_figures = replace(
-            worker_figures(shard.coordinate, figures, self._sink.step_times, shard.parameter_bytes, seconds),
+            worker_figures(
+                shard.coordinate,
+                figures,
+                self._sink.step_times,
+                shard.parameter_bytes,
+                seconds - coordinator.loop.start_s,
+            ),
             peak_saved_bytes=shard.worker.memory.peak_bytes if shard.worker is not None else None,
             optimizer_bytes=0 if optimizer is None else optimizer.nbytes,
         )

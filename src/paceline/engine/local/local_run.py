@@ -316,7 +316,8 @@ class LocalRun:
         for worker in sorted(self._workers.spawned):
             measured, times = metrics.figures(worker), metrics.step_times(worker)
             nbytes = metrics.parameter_bytes[worker] if job.strategy.spread else state.layout.parameter_bytes
-            row = worker_figures(job.strategy.mesh.coordinate(worker), measured, times, nbytes, seconds)
+            since_s = seconds - self._loop.start_s
+            row = worker_figures(job.strategy.mesh.coordinate(worker), measured, times, nbytes, since_s)
             workers.append(replace(row, optimizer_bytes=own_bytes))
         server_bytes = self._optimizer.flat_optimizer.nbytes if self._optimizer else 0
         notes: dict[str, str | int | float] = {"threads": threads(job.strategy), "server_optimizer_bytes": server_bytes}

@@ -251,9 +251,9 @@ class ServerRun:
             self._finish()
         self._break_off()
         loop.ended_late(late, self._run.now())
-        layout = state.executor.owner.state.layout
+        layout, since_s = state.executor.owner.state.layout, state.seconds - loop.start_s
         workers = [
-            worker_figures(Coordinate(r), record.figures, record.step_times, layout.parameter_bytes, state.seconds)
+            worker_figures(Coordinate(r), record.figures, record.step_times, layout.parameter_bytes, since_s)
             for r, record in enumerate(state.records)
             if r in state.members
         ]

@@ -121,6 +121,8 @@ class VirtualRun:
         """False once an event was broken off."""
         self._restore(saved)
         self._loop = RunLoop(context, self, digest, self._evaluate, noise=noise)
+        if saved is not None:  # the timelines go on
+            self._loop.history.earlier = 0.0, ()
         for timeline in self._timelines:
             timeline.count_busy_time(self._loop.end_s)
         self._checkpointer = Checkpointer(context, self._loop, self._take_snapshot)
