@@ -184,7 +184,7 @@ class Dies(nn.Module):
         if self.how == "raises":
             raise ValueError("the tape is torn")
         if os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
+            signal.raise_signal(signal.SIGKILL)
         return self.head(self.first(x).relu())
 
 

@@ -66,7 +66,7 @@ def fail(args: Args, fds: list[int]) -> None:
     if "code" in args:
         sys.exit(args["code"])
     if "signal" in args:
-        os.kill(os.getpid(), args["signal"])
+        signal.raise_signal(args["signal"])
     os.close(2)  # the traceback is not this test run's
     raise RuntimeError("on purpose")
 

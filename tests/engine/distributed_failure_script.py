@@ -123,4 +123,4 @@ scenario("terminated", lambda: with_loop(lambda: os.kill(os.getpid(), signal.SIG
 scenario("interrupted", lambda: with_loop(lambda: os.kill(os.getpid(), signal.SIGINT), 3, 0))
 scenario("late", lambda: with_loop(lambda: threading.Event().wait(LATE_S), 2, 2, timeout_s=1.0))
 scenario("fine again", lambda: with_loop(int, 0, 0))
-keep(folder, "killed", {"told": attempt(lambda: with_loop(lambda: os.kill(os.getpid(), signal.SIGKILL), 2, 1))})
+keep(folder, "killed", {"told": attempt(lambda: with_loop(lambda: signal.raise_signal(signal.SIGKILL), 2, 1))})

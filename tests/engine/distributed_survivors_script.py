@@ -19,7 +19,7 @@ rank = int(os.environ["RANK"])
 
 
 def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+    signal.raise_signal(signal.SIGKILL)
 
 
 class Failpoints:
@@ -45,7 +45,7 @@ class Failpoints:
             if self.at("before exchange"):
                 die()
             if self.at("stop"):
-                os.kill(os.getpid(), signal.SIGSTOP)
+                signal.raise_signal(signal.SIGSTOP)
             statuses = exchange(sync, *args)
             if self.at("result missed"):
                 self.own.remove(("result missed", self.step))

@@ -42,7 +42,7 @@ def loop(worker: Any, rank: int, do: Callable[[], None]) -> None:
 
 
 def signalled(number: int) -> None:
-    os.kill(os.getpid(), number)
+    signal.raise_signal(number)
 
 
 def failed(engine: LocalEngine, kind: type[PacelineError], what: Any, **settings: Any) -> str:

@@ -31,7 +31,7 @@ def loop(worker: Any, rank: int, do: Callable[[], None]) -> None:
 
 
 def signalled(number: int) -> None:
-    os.kill(os.getpid(), number)
+    signal.raise_signal(number)
 
 
 def torn() -> None:

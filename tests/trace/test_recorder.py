@@ -72,7 +72,7 @@ from paceline.trace.recorder import Recorder
 recorder = Recorder(0, 0, 0, int(sys.argv[1]))
 for step in range(2000):
     recorder.record("forward", step, step, step + 1)
-os.kill(os.getpid(), signal.SIGKILL)
+signal.raise_signal(signal.SIGKILL)
 """
 
 

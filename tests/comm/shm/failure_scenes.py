@@ -64,7 +64,7 @@ def dies(rank: int, size: int, during: str) -> tuple[str, float]:
     word = torch.zeros(1, dtype=torch.float64)
     if rank == 1:
         word[0] = time.monotonic() + 0.3  # dies then
-        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        threading.Timer(0.3, lambda: signal.raise_signal(signal.SIGKILL)).start()
     dist.broadcast(word, 1)
     x = torch.ones(4_000_000)
 
@@ -105,7 +105,7 @@ def stops(rank: int, size: int) -> str:
     pids[rank] = os.getpid()
     dist.all_reduce(pids)
     if rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        signal.raise_signal(signal.SIGSTOP)
         return told(lambda: dist.all_reduce(torch.ones(3)))
     suspended = psutil.Process(int(pids[1]))
     while suspended.status() != psutil.STATUS_STOPPED:

@@ -101,7 +101,7 @@ def stopping(worker: Any, *, mark: Path, act: Callable[[], None], last: int = ST
 
 
 def stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
+    signal.raise_signal(signal.SIGSTOP)
 
 
 def hold_the_interpreter() -> None:
