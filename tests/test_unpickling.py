@@ -24,7 +24,7 @@ RENAMED = {"import_module": "importlib", "FileSystemReader": "dcp"}
 WHERE: dict[tuple[str, str], tuple[int, str]] = {
     ("comm/shared_pickle.py", "pickle.loads"): (2, "between processes of one run, over sockets that it alone has"),
     ("comm/shared_pickle.py", "pickle.Unpickler"): (1, "the same"),
-    ("engine/local/replica_group.py", "pickle.loads"): (1, "the same"),
+    ("engine/spmd/replica_group.py", "pickle.loads"): (1, "the same"),
     ("engine/spmd/launcher.py", "pickle.loads"): (1, "the same"),
     ("engine/spmd/rank_context.py", "pickle.loads"): (1, "between ranks of one job, over its process group"),
     ("engine/spmd/survival.py", "pickle.loads"): (1, "the same"),

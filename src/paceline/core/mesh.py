@@ -97,6 +97,15 @@ class Coordinate(NamedTuple):
     shard: int = 0
     """Number among the workers of the stage, all its replicas (see :meth:`Mesh.stage_replica`)."""
 
+    @property
+    def label(self) -> str:
+        """Name of a worker of a replica that has several, in words that follow "replica".
+
+        >>> Coordinate(1, 0, 2).label
+        '1 (stage 0, shard 2)'
+        """
+        return f"{self.replica} (stage {self.stage}, shard {self.shard})"
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:

@@ -17,7 +17,8 @@ from paceline.engine.local.arena import ArenaLayout, ParameterArena
 from paceline.engine.local.control_block import BEING_WRITTEN
 from paceline.engine.local.engine import LocalEngine
 from paceline.engine.local.fault_injection import EventScript
-from paceline.engine.local.replica_group import PartDone, ShardIO
+from paceline.engine.local.replica_group_worker import ArenaMemory
+from paceline.engine.spmd.replica_group import PartDone, ShardIO
 from paceline.engine.spmd.shard_views import StageSharding
 from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.flat_state import FlatLayout, FlatState
@@ -198,7 +199,7 @@ class Half:
 def half() -> tuple[ParameterArena, ShardIO, Nothing]:
     layout = FlatLayout.of(programs.mlp())
     store, inner = ParameterArena(ArenaLayout(layout, 1, 1, 0, workers=1)), Nothing()
-    return store, ShardIO(store, Coordinate(0, 0, 0), Half(layout), inner, lambda: None), inner
+    return store, ShardIO(ArenaMemory(store, 0), Coordinate(0, 0, 0), Half(layout), inner, lambda: None), inner
 
 
 def test_a_part_is_read_and_written_by_name() -> None:

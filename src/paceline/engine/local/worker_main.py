@@ -24,7 +24,7 @@ from paceline.comm.wakeup import EventFd, Wakeup
 from paceline.core.data_order import BatchRange
 from paceline.core.errors import encode_failure
 from paceline.core.mesh import Coordinate
-from paceline.core.types import Clock, Nanoseconds, ReplicaId, Seconds
+from paceline.core.types import Clock, Nanoseconds, ReplicaId, Seconds, Version
 from paceline.engine.base import Job
 from paceline.engine.local.arena import ArenaLayout, ParameterArena
 from paceline.engine.local.control_block import ARRIVED, CANCELLED, Completion, Grant
@@ -164,6 +164,10 @@ class SharedMemoryClient(GrantedClient):
             elif not self._wakeup.spin(self._has_news):
                 self._wakeup.sleep(self._has_news, self._wakeup.event.wait, math.inf)
         return False
+
+    def place(self) -> tuple[int, Version, int]:
+        """Return the buffer and the version of the A that is granted, and the slot of its Δ."""
+        return self.grant.buffer, self.grant.version, self.grant.slot
 
     def pull(self) -> FlatState:
         if self._in_place:

@@ -17,7 +17,6 @@ from paceline.comm.shared_pickle import SharedObject
 from paceline.comm.wakeup import EventFd, Wakeup
 from paceline.core import errors
 from paceline.core.errors import WaitTimeoutError, WorkerError, failure_text
-from paceline.core.mesh import Coordinate
 from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.base import Job
 from paceline.engine.local.arena import ParameterArena
@@ -35,15 +34,6 @@ ENTRY = "paceline.engine.local.worker_main:main"
 
 # Entry of a worker whose replica has several.
 GROUP_ENTRY = "paceline.engine.local.replica_group_worker:main"
-
-
-def label(place: Coordinate) -> str:
-    """Name a worker of a replica that has several, in words that follow "replica".
-
-    >>> label(Coordinate(1, 0, 2))
-    '1 (stage 0, shard 2)'
-    """
-    return f"{place.replica} (stage {place.stage}, shard {place.shard})"
 
 
 class WorkerProcesses:
@@ -181,7 +171,7 @@ class WorkerProcesses:
 
     def _name(self, worker: int) -> str:
         place = self._mesh.coordinate(worker)
-        return label(place) if self._spread else str(place.replica)
+        return place.label if self._spread else str(place.replica)
 
     def wait_for(self, done: Callable[[ReplicaId], bool], replicas: Collection[ReplicaId], work: str) -> None:
         """Wait until each of some replicas has done something, or has ended; handle no other event meanwhile.

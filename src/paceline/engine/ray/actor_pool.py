@@ -38,6 +38,10 @@ class ActorPool:
         """The process and the node of each actor."""
         self._nodes: dict[Any, str] = {}
         """The node that each replica was scheduled on."""
+        self._workers = 1
+        """Of each replica."""
+        self._followers: dict[Any, list[Any]] = {}
+        """The other workers of a replica of several, by its first one."""
         self.replicas: list[Any] = []
         self.spare: Any = None
         """Of a replica, to take a dead one's place; None: there is none."""
@@ -65,11 +69,12 @@ class ActorPool:
             PacelineError: one can't be started.
         """
         idle_only = job.budget.until is None
-        if gpus != self._gpus:
+        workers = job.strategy.workers // job.strategy.replicas
+        if gpus != self._gpus or workers != self._workers:
             self.drop([*self.replicas, self.spare])
         if idle_only != self._idle_only:
             self.drop([self.scorer])
-        self._gpus, self._idle_only = gpus, idle_only
+        self._gpus, self._idle_only, self._workers = gpus, idle_only, workers
         if self.server is None:
             self.server = new_server()
         if self.standby is None and job.strategy.standby:
@@ -80,11 +85,12 @@ class ActorPool:
             self.replicas.append(self._new_replica())
 
         servers = [self.server, self.standby] if job.strategy.standby else [self.server]
-        actors = [*servers, self.scorer, *self.replicas[:count]]
+        replicas = [worker for replica in self.replicas[:count] for worker in self.workers(replica)]
+        actors = [*servers, self.scorer, *replicas]
         pending = {actor.place.remote(versions()): actor for actor in actors if actor not in self.locations}
         bound = job.timeout_s + EACH_S * len(pending)
         deadline = time.monotonic() + bound
-        while pending and not (stop() and all(actor in self.replicas for actor in pending.values())):
+        while pending and not (stop() and all(actor in replicas for actor in pending.values())):
             for ref in ray.wait(list(pending), timeout=GLANCE_S)[0]:
                 try:
                     self.locations[pending.pop(ref)] = ray.get(ref)
@@ -98,7 +104,11 @@ class ActorPool:
                     f"main waited {bound:g} s for {len(pending)} of {len(actors)} Ray actors to start; write fewer "
                     "replicas=, or a larger timeout_s="
                 )
-        self.drop(list(pending.values()))
+        self.drop([replica for replica in self.replicas if {*self.workers(replica)} & {*pending.values()}])
+
+    def workers(self, replica: Any) -> list[Any]:
+        """Return all actors of a replica, the first one being that which stands for it."""
+        return [replica, *self._followers.get(replica, ())]
 
     def keep_spare(self) -> None:
         """Start an actor that can be a replica at once, if there is none: to import torch takes seconds."""
@@ -107,7 +117,10 @@ class ActorPool:
 
     def replace(self, replica: ReplicaId) -> Any:
         """Return an actor in place of one that has died: the spare one, or another."""
-        self.locations.pop(self.replicas[replica], None)
+        before = self.replicas[replica]
+        for follower in self._followers.pop(before, ()):
+            self._end(follower)
+        self.locations.pop(before, None)
         self.replicas[replica], self.spare = self.spare or self._new_replica(), None
         return self.replicas[replica]
 
@@ -120,13 +133,18 @@ class ActorPool:
     def drop(self, actors: Sequence[Any]) -> None:
         """Kill these actors; the next run starts others."""
         for actor in [a for a in actors if a is not None]:
-            self.locations.pop(actor, None)
-            ray.kill(actor)
+            for follower in self._followers.pop(actor, ()):
+                self._end(follower)
+            self._end(actor)
         self.replicas = [r for r in self.replicas if r not in actors]
         self.spare = None if self.spare in actors else self.spare
         self.server = None if self.server in actors else self.server
         self.standby = None if self.standby in actors else self.standby
         self.scorer = None if self.scorer in actors else self.scorer
+
+    def _end(self, actor: Any) -> None:
+        self.locations.pop(actor, None)
+        ray.kill(actor)
 
     def settle(self, running: Mapping[Any, Any], grace_s: Seconds) -> None:
         """Keep the actors whose calls end without an error in time, and kill the others.
@@ -145,7 +163,7 @@ class ActorPool:
         self.drop(list(failed.values()))
 
     def _new_replica(self) -> Any:
-        """Start a replica on the node with the fewest replicas for its cores.
+        """Start a replica, all of its workers, on the node with the fewest replicas for its cores.
 
         Ray 2.60's SPREAD, and its soft affinity, may put three of four actors on one node of two.
         """
@@ -154,11 +172,12 @@ class ActorPool:
         node = min(cores, key=lambda node: (counts[node] + 1) / cores[node])
         # Which node has a free GPU is Ray's to find.
         strategy = "SPREAD" if self._gpus else NodeAffinitySchedulingStrategy(node, soft=False)
-        actor = ray.remote(
-            num_cpus=0, num_gpus=self._gpus, scheduling_strategy=strategy, concurrency_groups={messages.CONTROL: 1}
-        )
-        handle = actor(ReplicaActor).remote()
+        options = {"num_cpus": 0, "num_gpus": self._gpus, "scheduling_strategy": strategy}
+        actor = ray.remote(**options, concurrency_groups={messages.CONTROL: 1})(ReplicaActor)
+        handle, *followers = [actor.remote() for _ in range(self._workers)]
         self._nodes[handle] = node
+        if followers:
+            self._followers[handle] = followers
         return handle
 
 

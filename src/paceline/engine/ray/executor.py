@@ -5,7 +5,7 @@ refers to them: streams, the object store and other actors read them without a c
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,8 @@ class ReplicaRecord:
         """Whether its model is built; its loop has ended; it has died, and no other actor replaces it."""
         self.excused_s: Seconds = 0.0
         """End of its last announced delay."""
+        self.kept: Mapping[str, Any] | None = None
+        """What its workers have chosen, which others that take their place need; None: it is one worker."""
         self.figures = self._before = Figures(0, 0, 0, 0)
         """Figures of all actors that were this replica, and of those before the present one."""
         self.step_times: Sequence[Seconds] = ()

@@ -17,7 +17,7 @@ from paceline.comm.shared_pickle import object_of, parts_of
 from paceline.core.data_order import BatchRange
 from paceline.core.errors import InputError, PacelineError
 from paceline.core.records import Account, Record
-from paceline.core.types import Clock, Nanoseconds, ReplicaId, Version
+from paceline.core.types import Clock, Nanoseconds, ReplicaId, Seconds, Version
 from paceline.engine.base import Progress
 from paceline.engine.worker_metrics import Figures
 from paceline.replica.flat_state import FlatLayout, FlatState
@@ -96,6 +96,10 @@ class ReplicaAssignment(NamedTuple):
     """The newest attempt of the actors before this one that is complete; it is granted the next."""
     micro_steps: int
     """Micro-steps of these attempts since the run began or was resumed."""
+    kept: Mapping[str, Any] | None = None
+    """What the workers of the actors before had chosen, where a replica has several."""
+    token: str = ""
+    """By which these workers find each other."""
 
 
 class RayGrant(NamedTuple):
@@ -128,12 +132,22 @@ class RayCompletion(NamedTuple):
     """Size of what the replica keeps, which follows Δ (:class:`paceline.engine.own_states.OwnState`)."""
 
 
+class Measured(NamedTuple):
+    """What a worker has measured of itself."""
+
+    figures: Figures
+    step_times: list[Seconds]
+    parameter_bytes: int
+
+
 class Ended(NamedTuple):
-    """The end of a replica's part in a run."""
+    """The end of a worker's part in a run."""
 
     failure: bytes | None
     """The error of the user's code, as :func:`paceline.core.errors.encode_failure` encodes it."""
     spans: list[Span]
+    measured: Measured | None = None
+    """Of a worker of a replica that has several; None: it failed, or another one of them is no more."""
 
 
 class Suspect(NamedTuple):

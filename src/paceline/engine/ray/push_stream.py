@@ -13,6 +13,7 @@ maps the memory in which the replica writes Δ and reads A. Where no stream can 
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import json
 import secrets
@@ -50,6 +51,9 @@ _NONCE_BYTES = _MAC_BYTES = 32
 
 _LENGTH = struct.Struct("<I")
 
+# Bytes of the length with which what a replica keeps begins.
+_LENGTH_BYTES = 8
+
 # Bytes of the longest JSON that is read.
 _LONGEST = 4096
 
@@ -75,11 +79,13 @@ class PushBuffers:
     """The memory in which a replica writes Δ and what it keeps, and in which it reads A.
 
     What it keeps is in one buffer after even attempts and in another after odd ones: so the newest that the server has
-    been told of is whole, also where the replica dies while it writes the other one.
+    been told of is whole, also where the replica dies while it writes the other one. Of a replica of several workers,
+    all but the first have a buffer for their part of it besides.
 
     Args:
         layout: of A.
         own_bytes: address space of each of these buffers.
+        workers: of the replica.
         address: where another process finds the memory; None: this one creates it.
 
     Raises:
@@ -87,17 +93,20 @@ class PushBuffers:
         OSError: there is none at the address.
     """
 
-    def __init__(self, layout: FlatLayout, address: SegmentAddress | None = None, *, own_bytes: int = 0) -> None:
+    def __init__(
+        self, layout: FlatLayout, address: SegmentAddress | None = None, *, own_bytes: int = 0, workers: int = 1
+    ) -> None:
         arena = Arena()
         arena.add("token", (TOKEN_BYTES,), torch.uint8)
         blocks = [*layout.parameters, *layout.buffers]
         for name in ("delta", "sent"):
             for i, block in enumerate(blocks):
                 arena.add(f"{name} {i}", (block.elements,), block.dtype)
+        arena.add("version", (), torch.int64)
         touched, self._own_bytes = arena.size_bytes, own_bytes
-        self._own_begin = arena.add("own", (2 * own_bytes,), torch.uint8)
-        self._reserved = [0, 0]
-        """Bytes of the two buffers that this process has given memory."""
+        self._own_begin = arena.add("own", ((workers + 1) * own_bytes,), torch.uint8)
+        self._reserved = [0] * (workers + 1)
+        """Bytes of the buffers for what is kept that this process has given memory."""
         if address is None:
             self._segment = create_segment("push", arena.size_bytes, reserved_bytes=touched)
         elif address.size_bytes == arena.size_bytes:
@@ -111,32 +120,51 @@ class PushBuffers:
 
         self.delta, self.sent = state("delta"), state("sent")
         """Δ; the A that was sent last."""
+        self.version = arena.tensor(self._segment, "version")
+        """Of that A, where other workers of the replica read it."""
         self.delta_arrays, self.sent_arrays = arrays_of(self.delta), arrays_of(self.sent)
 
     def arrays(self, completion: RayCompletion) -> list[Bytes]:
         """Return Δ, and, if it is told of, what the replica keeps after this attempt."""
         attempt, size = completion.attempt, completion.own_bytes
-        own = [np.frombuffer(self._own(attempt, size), np.uint8)] if size else []
+        own = [np.frombuffer(self._own(attempt % 2, size), np.uint8)] if size else []
         return [*self.delta_arrays, *own]
 
     def leave(self, attempt: Clock, own: OwnState) -> int:
         """Write what the replica keeps after an attempt; return how many bytes, or 0 where there is no memory."""
+        return own.write(functools.partial(self._memory, attempt % 2))
 
-        def memory(size: int) -> memoryview | None:
-            if size > self._own_bytes:
+    def kept(self, attempt: Clock) -> OwnState:
+        """Return what the replica kept after an attempt, which it has left."""
+        return OwnState.read(self._own(attempt % 2, self._own_bytes))
+
+    def leave_part(self, worker: int, own: OwnState | None) -> None:
+        """Write what a worker but the first keeps, if anything."""
+        buffer = self._memory(worker + 1, _LENGTH_BYTES)
+        if buffer is not None:
+            buffer[:] = bytes(_LENGTH_BYTES)
+        if own is not None:
+            own.write(functools.partial(self._memory, worker + 1))
+
+    def part(self, worker: int) -> OwnState | None:
+        """Return what a worker but the first has left; None: nothing."""
+        buffer = self._own(worker + 1, self._own_bytes)
+        return OwnState.read(buffer) if any(buffer[:_LENGTH_BYTES]) else None
+
+    def _memory(self, index: int, size: int) -> memoryview | None:
+        """Return so many bytes of a buffer, which have memory from now on; None: there is not so much."""
+        if size > self._own_bytes:
+            return None
+        if self._reserved[index] < size:
+            try:
+                self._segment.reserve(self._own_begin + index * self._own_bytes, size)
+            except PacelineError:
                 return None
-            if self._reserved[attempt % 2] < size:
-                try:
-                    self._segment.reserve(self._own_begin + attempt % 2 * self._own_bytes, size)
-                except PacelineError:
-                    return None
-                self._reserved[attempt % 2] = size
-            return self._own(attempt, size)
+            self._reserved[index] = size
+        return self._own(index, size)
 
-        return own.write(memory)
-
-    def _own(self, attempt: Clock, size: int) -> memoryview:
-        begin = self._own_begin + attempt % 2 * self._own_bytes
+    def _own(self, index: int, size: int) -> memoryview:
+        begin = self._own_begin + index * self._own_bytes
         return self._segment.buffer[begin : begin + size]
 
     @property
@@ -159,6 +187,7 @@ class StreamListener:
             the replica has its next grant; returns that with its A.
         allocate: makes the vectors of Δs; None: ordinary memory.
         own_bytes: most bytes of what a replica keeps.
+        workers: of each replica.
     """
 
     def __init__(
@@ -169,9 +198,10 @@ class StreamListener:
         allocate: Allocate | None = None,
         *,
         own_bytes: int = 0,
+        workers: int = 1,
     ) -> None:
         self._host, self._layout, self._push, self._allocate = host, layout, push, allocate
-        self._own_bytes = own_bytes
+        self._own_bytes, self._workers = own_bytes, workers
         self._token = secrets.token_bytes(_MAC_BYTES)
         self._socket: socket.socket | None = None
         self._opening = 0
@@ -263,7 +293,8 @@ class StreamListener:
         shared = None
         if offered is not None:
             with contextlib.suppress(OSError, PacelineError):
-                shared = PushBuffers(self._layout, SegmentAddress(**offered), own_bytes=self._own_bytes)
+                address = SegmentAddress(**offered)
+                shared = PushBuffers(self._layout, address, own_bytes=self._own_bytes, workers=self._workers)
         await loop.sock_sendall(connection, bytes([shared is not None]))
         return shared
 

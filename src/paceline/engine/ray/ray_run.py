@@ -8,16 +8,21 @@ import contextlib
 import json
 import math
 import os
+import secrets
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import ray
 
 from paceline.checkpoint.fingerprint import versions
-from paceline.core.errors import WaitTimeoutError, WorkerError, failure_text
+from paceline.core import errors
+from paceline.core.errors import InputError, PacelineError, WaitTimeoutError, WorkerError, failure_text
 from paceline.core.mesh import Coordinate
+from paceline.core.records import Account
 from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.base import Job, Outcome, Progress, Watcher
 from paceline.engine.checkpointing import tell
@@ -25,10 +30,11 @@ from paceline.engine.loop import TICK_S, InterruptGuard
 from paceline.engine.ray import messages
 from paceline.engine.ray.actor_pool import GLANCE_S, ActorPool, exit_reason
 from paceline.engine.ray.cluster import Cluster
+from paceline.engine.ray.replica_group import Gang
 from paceline.engine.ray.server_client import ServerClient
 from paceline.engine.run_context import first_state
 from paceline.engine.scaling import ScaleRequests, fitting, scaling_files
-from paceline.engine.worker_metrics import training_spans, update_workers_file, workers_file
+from paceline.engine.worker_metrics import training_spans, update_workers_file, worker_figures, workers_file
 from paceline.replica.flat_state import write
 from paceline.trace.spans import Span
 
@@ -69,10 +75,12 @@ class RayRun:
         self._layout = state.layout
         self._job_parts: Any = ray.put(messages.pack(job))
         self._server = ServerClient(job, self._job_parts, number, actors)
-        self._running: dict[Any, messages.ReplicaAssignment] = {}
-        """Future result of a replica's actor -> its part."""
-        self._places: dict[Any, ReplicaId] = {}
-        """Future location of an actor that has taken another's place -> its replica."""
+        self._running: dict[Any, tuple[messages.ReplicaAssignment, Coordinate]] = {}
+        """Future result of a worker's actor -> the part of its replica, and its place."""
+        self._places: dict[Any, tuple[Coordinate, Any]] = {}
+        """Future location of an actor that has taken another's place -> that place, and the actor."""
+        self._measured: dict[Coordinate, messages.Measured] = {}
+        """Of the workers of replicas that have several."""
         self._dead: list[Any] = []
         self._spans: list[Span] = []
         self._status = messages.RunStatus("starting", Progress("starting", 0.0), None, ())
@@ -94,7 +102,7 @@ class RayRun:
             self._start()
             self._poll(lambda: self._status.phase in ("scoring", "done"))
             self._poll(lambda: not self._running, until=time.monotonic() + self._job.timeout_s)
-            running = sorted(part.replica for part in self._running.values())  # they did not end by themselves in time
+            running = sorted({part.replica for part, _ in self._running.values()})  # they did not end in time
             self._dead += [self._actors.replicas[replica] for replica in running]
             self._running.clear()
             late = [] if interrupts.insisted else running
@@ -110,12 +118,29 @@ class RayRun:
             grace_s, actors = 0.0 if interrupts.insisted else GRACE_S, self._actors
             if self._running and actors.server is not None:
                 self._server.begin("interrupt")
-            actors.settle({ref: actors.replicas[part.replica] for ref, part in self._running.items()}, grace_s)
+            actors.settle({ref: actors.replicas[part.replica] for ref, (part, _) in self._running.items()}, grace_s)
             actors.drop(self._dead)
+            if self._job.strategy.spread:  # they are a process group of this run
+                actors.drop([*actors.replicas])
             actors.settle({actor.close.remote(): actor for actor in self._server.close()}, grace_s)
         model = write(self._module, messages.state_of(self._layout, result.state))
         spans = training_spans([*self._spans, *result.spans], result.began_ns) if self._job.trace else []
-        return Outcome(model.state_dict(), model, result.history, self._server.noted(result.account), spans)
+        account = self._server.noted(self._with_workers(result.account))
+        return Outcome(model.state_dict(), model, result.history, account, spans)
+
+    def _with_workers(self, account: Account) -> Account:
+        """Return an account with the figures of all workers, where replicas have several."""
+        if not self._job.strategy.spread:
+            return account
+        since_s = account.seconds - account.earlier_s
+        known = {Coordinate(row.replica): row for row in account.workers}
+        rows = [
+            worker_figures(place, *self._measured[place], since_s) if place in self._measured else known[place]
+            for replica in known
+            for place in self._workers_of(replica.replica)
+            if place in self._measured or place in known
+        ]
+        return replace(account, workers=tuple(rows))
 
     # ------------------------------------------------------------------------------------------------------ the phases
 
@@ -142,7 +167,11 @@ class RayRun:
         if job.strategy.standby:
             others["standby"] = actors.standby
         known = {role: actors.locations[actor]._asdict() for role, actor in others.items() if actor is not None}
-        replicas = {Coordinate(r): actors.locations[a]._asdict() for r, a in enumerate(handles)}
+        replicas = {
+            place: actors.locations[worker]._asdict()
+            for replica, actor in enumerate(handles)
+            for place, worker in zip(self._workers_of(replica), actors.workers(actor), strict=True)
+        }
         for path in self._closing.enter_context(
             workers_file(job.out, {"main": {"pid": os.getpid()}} | known, replicas)
         ):
@@ -168,9 +197,9 @@ class RayRun:
                 if ref == self._status_request:
                     self._take_status(ref)
                 elif ref in self._places:
-                    self._place(self._places.pop(ref), ref)
+                    self._place(*self._places.pop(ref), ref)
                 elif ref in self._running:  # a suspect's was dropped a moment ago
-                    self._replica_ended(self._running.pop(ref), ref)
+                    self._worker_ended(*self._running.pop(ref), ref)
             if self._status.phase == "training" and not interrupts.count:
                 server.keep_standby()
                 self._scale_if_asked()
@@ -196,39 +225,36 @@ class RayRun:
             raise self._status.failure
         self._watch(self._status.progress)
         for suspect in self._status.suspects:
-            for running, part in [*self._running.items()]:
-                if (part.replica, part.incarnation) == suspect[:2]:
-                    del self._running[running]
-                    actor = self._actors.replicas[part.replica]
-                    self._dead.append(actor)
-                    ray.kill(actor)
+            for part, place in [*self._running.values()]:
+                if (part.replica, part.incarnation) == suspect[:2] and place == Coordinate(part.replica):
                     self._died(part, suspect.reason)
 
-    def _replica_ended(self, part: messages.ReplicaAssignment, ref: Any) -> None:
-        """Take the spans of a replica that ended; one that died leaves, or is replaced."""
-        replica = part.replica
+    def _worker_ended(self, part: messages.ReplicaAssignment, place: Coordinate, ref: Any) -> None:
+        """Take the spans of a worker that ended; a replica of which one died leaves, or is replaced, as a whole."""
+        name = place.label if self._job.strategy.spread else str(place.replica)
         try:
             ended: messages.Ended = ray.get(ref)
         except ray.exceptions.RayTaskError as error:
             self._server.call("clock")  # raises if it is the server that was lost
-            raise WorkerError(f"replica {replica} failed: {error}") from error
+            raise WorkerError(f"replica {name} failed: {error}") from error
         except ray.exceptions.RayError as error:
             status = exit_reason(error)
-            self._dead.append(self._actors.replicas[replica])
             if not self._begun and not self._interrupted:
-                raise WorkerError(f"replica {replica} ended while it started: {status}") from error
-            self._died(part, status)
+                raise WorkerError(f"replica {name} ended while it started: {status}") from error
+            where = f"its worker of stage {place.stage}, shard {place.shard}: "
+            self._died(part, where + status if self._job.strategy.spread else status)
             return
         if ended.failure is None:
             self._spans += ended.spans
+            if ended.measured is not None:
+                self._measured[place] = ended.measured
             if self._job.strategy.elastic and self._status.phase == "training":
-                update_workers_file(self._job.out, Coordinate(replica), None)
+                update_workers_file(self._job.out, place, None)
             return
-        message = json.loads(ended.failure)
-        if not (self._begun and self._job.survives_deaths):
-            raise WorkerError(failure_text(message))
-        self._dead.append(self._actors.replicas[replica])
-        self._died(part, f"raised {message['what']}")
+        failure, what = _failure(ended.failure)
+        if isinstance(failure, InputError) or not (self._begun and self._job.survives_deaths):
+            raise failure
+        self._died(part, f"raised {what}")
 
     def _scale_if_asked(self) -> None:
         """Have replicas join or leave, as a request or the room in the cluster says; look at both now and then."""
@@ -250,8 +276,9 @@ class RayRun:
         """Have an actor be a replica from now on, while the others train."""
         self._server.call("replaced", part.replica, actor)
         self._run_replica(part)
-        located = actor.place.options(concurrency_group=messages.CONTROL).remote()
-        self._places[located] = part.replica
+        for place, worker in zip(self._workers_of(part.replica), self._actors.workers(actor), strict=True):
+            located = worker.place.options(concurrency_group=messages.CONTROL).remote()
+            self._places[located] = place, worker
 
     def _died(self, part: messages.ReplicaAssignment, status: str) -> None:
         """Let the run go on without a replica, or with another actor in its place, or end it."""
@@ -259,24 +286,47 @@ class RayRun:
             raise WorkerError(
                 f"replica {part.replica} died: {status}; write on_death='replace' to have another take its place"
             )
+        self._end(part)
         again: messages.ReplicaAssignment | None = self._server.call("lost", part.replica, part.incarnation, status)
         if again is not None:
             self._start_replica(again, self._actors.replace(part.replica))
             self._actors.keep_spare()
 
-    def _place(self, replica: ReplicaId, ref: Any) -> None:
+    def _end(self, part: messages.ReplicaAssignment) -> None:
+        """End what is left of a replica, all of its workers."""
+        actor = self._actors.replicas[part.replica]
+        self._dead.append(actor)
+        for call, (other, _) in [*self._running.items()]:
+            if (other.replica, other.incarnation) == (part.replica, part.incarnation):
+                del self._running[call]
+        for worker in self._actors.workers(actor):
+            ray.kill(worker)
+
+    def _place(self, place: Coordinate, actor: Any, ref: Any) -> None:
         """Note where an actor runs that has taken another's place."""
         with contextlib.suppress(ray.exceptions.RayError):
             location: messages.WorkerLocation = ray.get(ref)
-            self._actors.locations[self._actors.replicas[replica]] = location
-            update_workers_file(self._job.out, Coordinate(replica), location._asdict())
+            self._actors.locations[actor] = location
+            update_workers_file(self._job.out, place, location._asdict())
 
     def _run_replica(self, part: messages.ReplicaAssignment) -> None:
-        """Start a replica in its actor."""
+        """Start a replica in its actors."""
         actors = self._actors
-        node = actors.locations[actors.server].node
-        call = actors.replicas[part.replica].run.remote(self._job_parts, part, actors.server, node, versions())
-        self._running[call] = part
+        if self._job.strategy.spread:
+            part = part._replace(token=secrets.token_hex(16))
+            folder = Gang(self._job, part.replica, part.token).folder  # if they are killed, none of them removes it
+            self._closing.callback(shutil.rmtree, folder, ignore_errors=True)
+            self._cluster.janitor.remove_on_exit(folder)
+        common = self._job_parts, part, actors.server, actors.locations[actors.server].node, versions()
+        workers = zip(self._workers_of(part.replica), actors.workers(actors.replicas[part.replica]), strict=True)
+        for number, (place, actor) in enumerate(workers):
+            call = actor.follow.remote(*common, number) if number else actor.run.remote(*common)
+            self._running[call] = part, place
+
+    def _workers_of(self, replica: ReplicaId) -> list[Coordinate]:
+        """Return the places of a replica's workers."""
+        mesh = self._job.strategy.mesh
+        return [mesh.coordinate(rank) for rank in mesh.replica_ranks(replica)]
 
     def _save_end(self) -> None:
         """Have the server save the run after a worker has failed, for A itself is good; do nothing where it is lost."""
@@ -289,3 +339,14 @@ class RayRun:
         self._server.told += len(sentences)
         for sentence in sentences:
             tell(sentence)
+
+
+def _failure(message: bytes) -> tuple[PacelineError, str]:
+    """Return the error that a worker has told, and what it raised in a few words."""
+    told = json.loads(message)
+    if "said" in told:
+        kind: type[PacelineError] = getattr(errors, told["kind"], WorkerError)
+        return kind(told["said"]), str(told["said"]).partition("\n")[0]
+    if "refused" in told:
+        return InputError(told["refused"]), told["what"]
+    return WorkerError(failure_text(told)), told["what"]

@@ -25,7 +25,7 @@ that brings a Δ, so that no other event comes between. At the end of training i
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -72,9 +72,8 @@ class ServerRun:
         state.executor.before_change = self._checkpointer.settle
         executor, host = state.executor, ray.util.get_node_ip_address()
         layout = executor.owner.state.layout
-        self._listener = StreamListener(
-            host, layout, self.push, executor.allocate, own_bytes=own_bytes(state.context, layout)
-        )
+        most, workers = own_bytes(state.context, layout), job.strategy.workers // job.strategy.replicas
+        self._listener = StreamListener(host, layout, self.push, executor.allocate, own_bytes=most, workers=workers)
         self._evaluation = RayEvaluation(job, state.queue, scorer, self._keep, run.fail)
         self._late = LateReplicas(job, state)
         self._replied = [asyncio.Event() for _ in state.records]
@@ -99,12 +98,12 @@ class ServerRun:
 
     # ----------------------------------------------------------------------------------------------- calls of replicas
 
-    async def ready(self, replica: ReplicaId, incarnation: int) -> None:
-        """Note that a replica has built its model."""
+    async def ready(self, replica: ReplicaId, incarnation: int, kept: Mapping[str, Any] | None = None) -> None:
+        """Note that a replica has built its model; ``kept`` is what workers that take its workers' place need."""
         run, state = self._run, self._state
         if incarnation != state.records[replica].incarnation:
             return
-        self._change("ready", replica, run.now())
+        self._change("ready", replica, run.now(), kept)
         if replica in self._coordinator.cancelling:  # since before it took another's place
             self._cancel(replica)
         self._late.handled(run.now())

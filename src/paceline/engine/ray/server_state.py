@@ -63,9 +63,9 @@ class ServerState:
 
     # ------------------------------------------------------------------------------------------------------ events
 
-    def ready(self, replica: ReplicaId, now: Seconds) -> None:
-        """Note that a replica has built its model."""
-        self.records[replica].ready = True
+    def ready(self, replica: ReplicaId, now: Seconds, kept: Mapping[str, Any] | None = None) -> None:
+        """Note that a replica has built its model, and what its workers have chosen, if it has several."""
+        self.records[replica].ready, self.records[replica].kept = True, kept
         self.starting.pop(replica, None)
         self.loop.last_event_s = now
         if replica in self.joining:
@@ -200,7 +200,8 @@ class ServerState:
         """Return the part of the actor that is to be this replica from now on."""
         first = self.coordinator.positions[replica].clock - self.context.positions[replica].clock
         incarnation = self.records[replica].incarnation
-        return messages.ReplicaAssignment(run, replica, incarnation, self.completed(replica), first)
+        kept = self.records[replica].kept
+        return messages.ReplicaAssignment(run, replica, incarnation, self.completed(replica), first, kept)
 
     def takes(self, replica: ReplicaId, incarnation: int, attempt: int) -> bool:
         """Return whether a Δ is awaited: it is of the present actor, and was not taken before."""

@@ -22,15 +22,15 @@ from torch import Tensor
 from paceline.core.errors import PacelineError, WaitTimeoutError
 from paceline.core.mesh import Coordinate, Mesh
 from paceline.core.types import Clock, Seconds, Version
-from paceline.engine.local.arena import ParameterArena
-from paceline.engine.local.worker_main import SharedMemoryClient
-from paceline.engine.local.worker_processes import label
 from paceline.engine.spmd.communicator import Communicator
 from paceline.engine.spmd.shard_views import ShardViews, StageSharding, owned_names
 from paceline.engine.worker import WorkerMetrics
 from paceline.program import map_tree
 from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.flat_state import FlatState
+
+# Number of an attempt -> leaves a copy of what a worker keeps after it.
+Leave: TypeAlias = Callable[[Clock], None]
 
 
 class PeerExited(Exception):  # noqa: N818 (main reports which worker failed)
@@ -152,6 +152,28 @@ def send_all(pipes: Sequence[CommandPipe], command: Command) -> None:
         pipe.send(command)
 
 
+class GroupMemory(Protocol):
+    """The memory in which the workers of one replica read A and write Δ."""
+
+    def version(self, buffer: int) -> Version:
+        """Return the version of A that is in a buffer."""
+
+    def read(self, buffer: int) -> FlatState:
+        """Return A in a buffer; the same for each call."""
+
+    def delta(self, slot: int) -> FlatState:
+        """Return the Δ in a slot; the same for each call."""
+
+
+class GroupClient(Protocol):
+    """The leader's client of the server."""
+
+    attempt: Clock
+
+    def place(self) -> tuple[int, Version, int]:
+        """Return the buffer and the version of the A that is granted, and the slot of its Δ."""
+
+
 class ShardMemory(Protocol):
     """One worker's part of the replica's state."""
 
@@ -164,10 +186,10 @@ class ShardMemory(Protocol):
 
 
 class ShardIO:
-    """Reads a worker's part of A from the arena, and writes its part of Δ there.
+    """Reads a worker's part of A from the replica's memory, and writes its part of Δ there.
 
     Args:
-        arena: of the run; its control block says which version is in which buffer.
+        group: that memory.
         place: of this worker among all workers of the run.
         memory: this worker's part.
         inner: computes its part of Δ.
@@ -175,9 +197,9 @@ class ShardIO:
     """
 
     def __init__(
-        self, arena: ParameterArena, place: Coordinate, memory: ShardMemory, inner: Replica, reset: Callable[[], None]
+        self, group: GroupMemory, place: Coordinate, memory: ShardMemory, inner: Replica, reset: Callable[[], None]
     ) -> None:
-        self._arena, self._place, self.inner, self._reset = arena, place, inner, reset
+        self._group, self._place, self.inner, self._reset = group, place, inner, reset
         self._shard, self._stage = memory.mesh.shard(memory.place), memory.stages[memory.place.stage]
         self._names = owned_names(memory.stages, memory.mesh, memory.place)
         self._state, self._delta = memory.state, memory.state.layout.new()
@@ -192,15 +214,14 @@ class ShardIO:
             PacelineError: the buffer has another version, or was written meanwhile.
         """
         if buffer not in self._reads:
-            full = self._arena.readonly_version(buffer)
+            full = self._group.read(buffer)
             self._reads[buffer] = ShardViews(self._state, full, self._stage.placements, self._shard)
-        versions = self._arena.control.versions
-        before = versions[buffer]
+        before = self._group.version(buffer)
         self._reads[buffer].take()
-        after = versions[buffer]  # as a seqlock: the same version on both sides of the copy
+        after = self._group.version(buffer)  # as a seqlock: the same version on both sides of the copy
         if not before == after == version:
             raise PacelineError(
-                f"replica {label(self._place)} was sent version {version} of A, but read {before} and then {after} in "
+                f"replica {self._place.label} was sent version {version} of A, but read {before} and then {after} in "
                 f"buffer {buffer}: all parts of a replica must read one version; this is a defect of paceline"
             )
         self._version = self._state.version = after
@@ -212,7 +233,7 @@ class ShardIO:
         """Write this part of Δ into the replica's slot."""
         measured = self.inner.finish(self._delta)
         if slot not in self._writes:
-            full = self._arena.delta(self._place.replica, slot)
+            full = self._group.delta(slot)
             self._writes[slot] = ShardViews(self._delta, full, self._stage.placements, self._shard, self._names)
         self._writes[slot].put()
         return PartDone(self._version, measured.finite, measured.samples, measured.loss)
@@ -229,20 +250,19 @@ class ReplicaLeader(Replica):
     """To the followers."""
     communicator: Communicator | None
     """Broadcasts batches; None: there are no followers."""
-    client: SharedMemoryClient
-    """Knows the granted version and the slot of Δ."""
+    client: GroupClient
     receives_loss: bool
     """Whether the last follower sends the loss of each micro-step, which the leader does not know."""
-    leave: Callable[[Clock], None] = lambda _: None
+    leave: Leave = lambda _: None
     """Leaves a copy of what this worker keeps after an attempt."""
     reset: bool = False
     """Whether state that is kept from Δ to Δ is invalid: the last Δ was not finite."""
 
     def adopt(self, state: FlatState) -> None:
         del state  # each worker maps it by the index of its buffer
-        grant = self.client.grant
-        send_all(self.pipes, AdoptCommand(grant.buffer, grant.version, self.client.attempt, self.reset))
-        self.part.adopt(grant.buffer, grant.version, reset=self.reset)
+        buffer, version, _ = self.client.place()
+        send_all(self.pipes, AdoptCommand(buffer, version, self.client.attempt, self.reset))
+        self.part.adopt(buffer, version, reset=self.reset)
         self.reset = False
 
     def advance(self, batch: Batch, clock: Clock) -> float:
@@ -259,7 +279,7 @@ class ReplicaLeader(Replica):
 
     def finish(self, out: FlatState) -> Measured:
         del out  # each worker writes its part of Δ into it
-        slot = self.client.grant.slot
+        _, _, slot = self.client.place()
         send_all(self.pipes, FinishCommand(slot))
         measured = PartDone.merge([self.part.finish(slot), *(pipe.answer("its part of Δ") for pipe in self.pipes)])
         self.reset = not measured.finite
@@ -280,7 +300,7 @@ class Follower:
     metrics: WorkerMetrics
     sends_loss: bool
     """Whether it sends the loss of each micro-step."""
-    leave: Callable[[Clock], None] = lambda _: None
+    leave: Leave = lambda _: None
     """Leaves a copy of what this worker keeps after an attempt."""
     step: Clock = 0
     """The Δ that the replica computes, counted from 1."""

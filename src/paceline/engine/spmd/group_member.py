@@ -1,0 +1,156 @@
+"""One worker of a replica that has several, from its rendezvous with the others to its end.
+
+The workers of each replica have a process group of their own. Where one of them has exited, the others end by
+:class:`~paceline.engine.spmd.replica_group.PeerExited`, since whoever has started them sees which it was.
+"""
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from paceline.core import errors
+from paceline.core.mesh import Coordinate
+from paceline.engine.base import Job
+from paceline.engine.run_context import RunContext
+from paceline.engine.spmd.pipeline_rank import PipelineRank
+from paceline.engine.spmd.process_group import BACKEND, LaunchEnv, file_rendezvous
+from paceline.engine.spmd.rank_context import RankContext, RankSetup, build_once_per_host, open_rank_context
+from paceline.engine.spmd.replica_group import (
+    CommandPipe,
+    Follower,
+    GroupClient,
+    GroupMemory,
+    Leave,
+    PeerExited,
+    ReplicaLeader,
+    ShardIO,
+)
+from paceline.engine.spmd.tensor_parallel_rank import TensorParallelRank
+from paceline.engine.worker import WorkerMetrics
+from paceline.replica.base import Replica, micro_steps
+from paceline.replica.flat_state import FlatLayout
+from paceline.replica.local_sgd import KeepsState
+from paceline.replica.module_utils import materialize
+from paceline.trace.recorder import AnyRecorder
+
+
+class GroupMember:
+    """One worker with its part of the replica; all workers of the replica build theirs together.
+
+    Args:
+        setup: the worker among those of the replica.
+        place: of the worker in the run.
+        memory: in which the replica reads A and writes Δ.
+        recorder: of this worker's spans.
+    """
+
+    def __init__(self, setup: RankSetup, place: Coordinate, memory: GroupMemory, recorder: AnyRecorder) -> None:
+        self.run, self.context, self.place, self._recorder = setup.run_context, setup.context, place, recorder
+        run, strategy = self.run, setup.run_context.job.strategy
+        self._staged = len(strategy.mesh.stage_workers) > 1
+        ranks = PipelineRank(setup) if strategy.pipelined else TensorParallelRank(setup)
+        self.layout, self.parameter_bytes = setup.layout, ranks.layout.parameter_bytes
+        """Layout of A; size of this worker's part of it."""
+        self.kept = ranks.state_json
+        """What other workers need to take the place of this one."""
+        inner: Replica = ranks.worker(1 if run.local_sgd else micro_steps(run.delta), recorder)
+        reset: Callable[[], None] = lambda: None  # noqa: E731 (a gradient keeps no state from Δ to Δ)
+        self.own: KeepsState | None = None
+        """Its part of what the replica keeps from Δ to Δ."""
+        if run.local_sgd:
+            gather = setup.context.gather
+            inner = stepping = ranks.stepping(inner, lambda square: sum(gather(square, "the norm of a gradient")))
+            reset, self.own = stepping.forget, stepping
+        self._part = ShardIO(memory, place, ranks, inner, reset)
+
+    def leader(self, pipes: Sequence[CommandPipe], client: GroupClient, leave: Leave) -> ReplicaLeader:
+        """Return the replica as the worker with the client has it."""
+        return ReplicaLeader(self._part, pipes, self.context.communicator, client, self._staged, leave)
+
+    def follower(self, pipe: CommandPipe, metrics: WorkerMetrics, leave: Leave) -> Follower:
+        """Return what executes the leader's commands."""
+        communicator, world = self.context.communicator, self.context.world
+        assert communicator is not None, "a follower has a leader"
+        sends_loss = self._staged and world.rank == world.size - 1
+        return Follower(self._part, pipe, communicator, metrics, sends_loss, leave)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Return how many bytes this worker has sent to others of its replica."""
+        return 0 if self.context.communicator is None else self.context.communicator.traffic.sent_bytes
+
+
+@contextlib.contextmanager
+def open_member(
+    job: Job,
+    place: Coordinate,
+    path: str,
+    kept: Mapping[str, Any],
+    memory: Callable[[RunContext, FlatLayout], GroupMemory],
+    recorder: AnyRecorder,
+) -> Iterator[GroupMember]:
+    """Context manager: a worker of a replica, whose workers are all on this host and enter it together.
+
+    Args:
+        job: what is run.
+        place: of the worker in the run.
+        path: of the file by which they meet.
+        kept: what the replica's dead workers had chosen, whose place these take.
+        memory: run, layout of A -> memory in which the replica reads A and writes Δ.
+        recorder: of this worker's spans.
+
+    Raises:
+        PeerExited: another worker of the replica has exited.
+        PacelineError: it names the worker.
+    """
+    mesh = job.strategy.mesh
+    ranks = mesh.replica_ranks(place.replica)
+    size, rank = len(ranks), mesh.rank(place) - ranks.start
+    if size > 1:
+        file_rendezvous(rank, size, path, job.timeout_s)
+    world = LaunchEnv(rank, size, job.strategy.workers, one_host=True)
+    try:
+        group = open_rank_context(world, BACKEND, "cpu", job.timeout_s, watched=True)
+        with group as context, _named(place, context):
+            with build_once_per_host(functools.partial(materialize, job.program), context) as module:
+                layout, run = FlatLayout.of(module, job.running_buffers), RunContext(job)
+                setup = RankSetup(run, context, BACKEND, module, layout, place.replica, kept)
+                member = GroupMember(setup, place, memory(run, layout), recorder)
+            yield member
+    finally:
+        if size > 1:
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _named(place: Coordinate, context: RankContext) -> Iterator[None]:
+    """Context manager: errors name this worker; those that follow from the exit of another one say so."""
+    try:
+        yield
+    except PeerExited:
+        raise
+    except Exception as error:
+        if context.registry.first_exited() is not None:
+            raise PeerExited(str(error)) from error
+        first = context.store_signals is None or context.store_signals.first_failure() is None
+        if isinstance(error, errors.WorkerError) and first:
+            raise errors.WorkerError(f"replica {place.label}: {error}") from error
+        if isinstance(error, errors.PacelineError):
+            raise
+        raise errors.WorkerError(errors.failure_text(json.loads(errors.encode_failure(place.label, error)))) from error
+
+
+def error_message(place: Coordinate, error: BaseException) -> bytes:
+    """Return the message to main of an error, which names the replica at least."""
+    if not isinstance(error, errors.PacelineError):
+        return errors.encode_failure(place.label, error)
+    text = str(error)
+    if isinstance(error, (errors.WaitTimeoutError, errors.WorkerError)) and not text.startswith("replica "):
+        text = f"replica {place.replica}: {text}"
+    if len(text) > errors.LONGEST_TRACEBACK:
+        text = f"{text[:1000]}\n...\n{text[-errors.LONGEST_TRACEBACK :]}"
+    return json.dumps({"kind": type(error).__name__, "said": text, "replica": place.replica}).encode()

@@ -1,0 +1,211 @@
+"""Replicas of several workers on Ray compute what one process computes, and live and die as a whole."""
+
+import functools
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.optim import SGD, Adam
+
+from paceline import Run, WorkerError, train
+from paceline.core.mesh import Coordinate
+from paceline.engine.ray import push_stream
+from paceline.engine.ray.engine import RayEngine
+from tests import oracle
+from tests.engine import programs
+from tests.engine.local import test_on_death
+from tests.engine.local.commands import eventually
+from tests.engine.local.test_own_states import FALLING
+from tests.engine.local.test_own_states import PROGRAM as MOMENTUM
+from tests.engine.ray import server_moments
+from tests.engine.ray.test_ray_parity import POLICIES
+
+pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
+
+OnRay = Callable[..., Run]
+
+STEPS = 6
+
+ROUNDING = 1e-12
+"""Micro-batches and shards add the same products in another order: some rounding errors of 2e-16 each a step."""
+
+TEAMS = [
+    "stages=2 micro_batches=2",
+    "shards=2",
+    "stages=2 shards=2 micro_batches=2",
+    "stages=[2,1] micro_batches=2",
+    "micro_batches=2",
+]
+
+
+@pytest.fixture(autouse=True)
+def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of what runs where has these to come."""
+    monkeypatch.setattr(RayEngine, "features", RayEngine.features | {"stages", "shards"})
+
+
+@pytest.fixture(autouse=True)
+def folders() -> Any:
+    """No folder in which workers have met is left."""
+    before = {path.name for path in Path(tempfile.gettempdir()).glob("paceline-*")}
+    yield
+    left = {path.name for path in Path(tempfile.gettempdir()).glob("paceline-*")} - before
+    assert not {name for name in left if len(name) == len("paceline-") + 32}
+
+
+@pytest.mark.parametrize("team", TEAMS)
+def test_in_lockstep_they_are_one_process(on_ray: OnRay, team: str) -> None:
+    program = programs.program(optimizer=functools.partial(SGD, lr=0.1, momentum=0.9), clip_norm=0.05)
+    run = on_ray(program, f"replicas=2 {team}", steps=STEPS)
+    oracle.assert_same(run.model, oracle.one_process(program, 2, STEPS), ROUNDING)
+    assert run.summary["updates"] == run.summary["steps"] == STEPS
+    workers = 2 * (3 if "[2,1]" in team else max(1, 2 ** (team.count("stages=2") + team.count("shards=2"))))
+    assert len(run.summary["utilisation"]) == len(run.summary["parameter_bytes"]) == workers
+
+
+@pytest.mark.parametrize("team", ["stages=2 micro_batches=2", "shards=2"])
+@pytest.mark.parametrize("policy", [p for p in POLICIES if "backups" not in p and "k=2" not in p])
+def test_alone_one_does_what_virtual_time_says(on_ray: OnRay, policy: str, team: str) -> None:
+    """Its Δs arrive in one order only."""
+    strategy = f"{team} aggregation={policy}"
+    virtual = train(MOMENTUM, strategy, engine="virtual", steps=STEPS, progress=False)
+    real = on_ray(MOMENTUM, strategy, steps=STEPS)
+    oracle.assert_same(real.model, virtual.state, ROUNDING)
+    for count in ("updates", "gradients", "applied", "discarded", "staleness"):
+        assert real.summary[count] == virtual.summary[count], count
+
+
+@pytest.mark.parametrize("policy", ["asynchronous", "buffered:k=2,cancel=true", "smooth-switch:every=4"])
+@pytest.mark.parametrize("team", ["stages=2 micro_batches=2", "shards=2"])
+def test_several_count_each_delta_once(on_ray: OnRay, policy: str, team: str) -> None:
+    run = on_ray(programs.program(), f"replicas=3 {team} aggregation={policy}", steps=STEPS)
+    assert run.summary["gradients"] + run.summary["cancelled"] == 3 * STEPS
+    assert run.summary["gradients"] == run.summary["applied"] + run.summary["discarded"]
+    assert sum(run.summary["staleness"].values()) == run.summary["applied"] > 0
+
+
+# --------------------------------------------------------------------------------------------------------------- deaths
+
+
+def signalling(worker: Any, *, folder: Path, whom: Coordinate, at: dict[int, str]) -> None:
+    """The plain loop, in which a replica's first worker kills one of its workers before some of its steps, once."""
+    for made, batch in enumerate(worker.batches(), 1):
+        mark = folder / at.get(made, "")
+        if worker.replica == whom.replica and mark != folder and not mark.exists():
+            eventually(lambda: pid_of(whom, folder / "run") is not None)
+            mark.touch()
+            pid = pid_of(whom, folder / "run")
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+        worker.step(batch)
+
+
+def pid_of(whom: Coordinate, folder: Path) -> int | None:
+    """The process of a worker, if it is there."""
+    rows = [row for row in json.loads((folder / "workers.json").read_text()) if row["role"] == "replica"]
+    found = [row["pid"] for row in rows if whom == (row["replica"], row["stage"], row["shard"])]
+    return found[0] if found and Path(f"/proc/{found[0]}").exists() else None
+
+
+@pytest.mark.parametrize(
+    ("team", "whom"),
+    [
+        ("stages=2", Coordinate(1, 1, 0)),
+        ("stages=2", Coordinate(1, 0, 0)),
+        ("shards=2", Coordinate(1, 0, 1)),
+        ("stages=2 aggregation=local-steps:period=2", Coordinate(1, 1, 0)),
+    ],
+)
+def test_one_that_loses_a_worker_is_replaced_without_a_change_of_one_bit(
+    on_ray: OnRay, tmp_path: Path, team: str, whom: Coordinate
+) -> None:
+    program = programs.program(train=programs.data(samples=48), optimizer=functools.partial(Adam, lr=0.01))
+    whole = on_ray(program, f"replicas=2 {team}", steps=STEPS)
+    loop = functools.partial(signalling, folder=tmp_path, whom=whom, at={3: "a"})
+    run = on_ray(program, f"replicas=2 {team}", steps=STEPS, loop=loop, on_death="replace", out=tmp_path / "run")
+    assert [exit_.replica for exit_ in run.left] == [1]
+    assert run.left[0].reason.endswith("; replaced")
+    assert run.left[0].reason.startswith(f"its worker of stage {whom.stage}, shard {whom.shard}: ")
+    assert test_on_death.same(whole, run)
+
+
+def test_or_the_others_go_on_without_it(on_ray: OnRay, tmp_path: Path) -> None:
+    loop = functools.partial(signalling, folder=tmp_path, whom=Coordinate(1, 0, 1), at={3: "a"})
+    run = on_ray(
+        programs.program(),
+        "replicas=2 shards=2 aggregation=asynchronous",
+        steps=STEPS,
+        loop=loop,
+        on_death="continue",
+        out=tmp_path / "run",
+    )
+    assert [exit_.replica for exit_ in run.left] == [1]
+    assert STEPS + 2 <= run.summary["gradients"] < 2 * STEPS
+
+
+def test_or_the_run_ends_and_names_it(on_ray: OnRay, tmp_path: Path) -> None:
+    loop = functools.partial(signalling, folder=tmp_path, whom=Coordinate(1, 0, 1), at={3: "a"})
+    settings = {"loop": loop, "on_death": "stop", "out": tmp_path / "run"}
+    with pytest.raises(WorkerError, match="replica 1 died: its worker of stage 0, shard 1: its process ended"):
+        on_ray(programs.program(), "replicas=2 shards=2", steps=STEPS, **settings)
+
+
+def test_a_server_that_dies_is_followed_by_its_standby(on_ray: OnRay, tmp_path: Path) -> None:
+    whole = on_ray(MOMENTUM, "replicas=2 stages=2", steps=STEPS)
+    run = _with_a_server_that_dies(on_ray, tmp_path, "replicas=2 stages=2 standby=1")
+    assert test_on_death.same(whole, run)
+
+
+def _with_a_server_that_dies(on_ray: OnRay, folder: Path, strategy: str) -> Run:
+    build = functools.partial(server_moments.model, MOMENTUM.model, "forwarded", 7, folder / "died")
+    program = programs.program(model=build, train=MOMENTUM.train, optimizer=MOMENTUM.optimizer)
+    return on_ray(program, strategy, steps=STEPS)
+
+
+# --------------------------------------------------------------------------------------------------------- other ways
+
+
+def pushing(worker: Any, *, way: str) -> None:
+    """The plain loop of replicas that push in one of the ways that there are."""
+    host_id = push_stream.host_id
+    if way == "bytes":
+        push_stream.host_id = lambda: "another host"
+    elif way == "calls":
+        worker._client._link._tries = 0
+    try:
+        for batch in worker.batches():
+            worker.step(batch)
+        stream = worker._client._link._stream
+        assert way == ("calls" if stream is None else "memory" if stream._shared else "bytes")
+    finally:
+        push_stream.host_id = host_id
+
+
+@pytest.mark.parametrize("way", ["memory", "bytes", "calls"])
+def test_whatever_way_they_push(on_ray: OnRay, way: str) -> None:
+    program = programs.program(optimizer=MOMENTUM.optimizer)
+    run = on_ray(program, "replicas=2 shards=2", steps=STEPS, loop=functools.partial(pushing, way=way))
+    oracle.assert_same(run.model, oracle.one_process(program, 2, STEPS), ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "program"),
+    [
+        ("replicas=2 stages=2", MOMENTUM),
+        ("replicas=2 shards=2", FALLING),
+        ("replicas=2 stages=2 aggregation=local-steps:period=2,outer=nesterov", FALLING),
+        ("replicas=2 shards=2 aggregation=local-steps:period=2", MOMENTUM),
+    ],
+)
+def test_they_go_on_from_a_checkpoint(on_ray: OnRay, tmp_path: Path, strategy: str, program: Any) -> None:
+    whole = on_ray(program, strategy, steps=16)
+    on_ray(program, strategy, steps=6, checkpoint=tmp_path, checkpoint_every="2 steps")
+    run = on_ray(program, strategy, steps=16, checkpoint=tmp_path, resume=True)
+    assert "new optimizers" not in run.summary["notes"]["resumed"]
+    assert test_on_death.same(whole, run)
+    assert run.summary["steps"] == 16
