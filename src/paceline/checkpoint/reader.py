@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from paceline.checkpoint.base import TensorChunk, dtype_name
 from paceline.checkpoint.manifest import DTYPES, MANIFEST, ChunkEntry, Manifest, checkpoint_folders
-from paceline.core.errors import InputError
+from paceline.core.errors import InputError, PacelineError
 from paceline.core.safe_files import check_safetensors, reading
 
 
@@ -193,15 +194,20 @@ class ChunksInMemory:
         return next(((chunk.shape, chunk.tensor.dtype) for chunk in self.chunks if chunk.name == name), None)
 
     def read_into(self, chunks: Iterable[TensorChunk]) -> None:
-        """Fill chunks, however the tensors are cut here."""
-        by_name = defaultdict[str, list[TensorChunk]](list)
-        for chunk in self.chunks:
-            by_name[chunk.name].append(chunk)
+        """Fill chunks, however the tensors are cut here; raises PacelineError where some of one is nowhere."""
+        by_name = defaultdict[str, list[tuple[ChunkEntry, Tensor]]](list)
+        for left in self.chunks:
+            entry = ChunkEntry("", left.key, left.offset, tuple(left.tensor.shape))
+            by_name[left.name].append((entry, left.tensor))
         for chunk in chunks:
-            for left in by_name[chunk.name]:
-                stored = ChunkEntry("", left.key, left.offset, tuple(left.tensor.shape))
-                if all(extent > 0 for _, extent in _common(chunk, stored)):
-                    _copy_common(chunk, stored, left.tensor)
+            missing = chunk.tensor.numel()
+            for entry, values in by_name[chunk.name]:
+                extents = [extent for _, extent in _common(chunk, entry)]
+                if all(extent > 0 for extent in extents):
+                    _copy_common(chunk, entry, values)
+                    missing -= prod(extents)
+            if missing:
+                raise PacelineError(f"{missing} elements of {chunk.key} were left by no process; a paceline defect")
 
 
 def find(path: Path) -> tuple[Checkpoint | None, list[str]]:

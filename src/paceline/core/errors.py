@@ -80,6 +80,21 @@ def failure_text(message: dict[str, Any]) -> str:
     return f"{process} failed: {message['what']}\n\n{message['traceback']}"
 
 
+def failure_of(message: dict[str, Any]) -> "PacelineError":
+    """Return the error that a worker's message tells: one of ours by kind and text, or a failure of the user's code."""
+    if "refused" in message:
+        return InputError(message["refused"])
+    if "said" in message:
+        kind: type[PacelineError] = globals().get(message["kind"], WorkerError)
+        return kind(message["said"])
+    return WorkerError(failure_text(message))
+
+
+def raised_text(message: dict[str, Any]) -> str:
+    """Return in a few words what a worker has met, for the account of the run."""
+    return f"raised {message['what']}" if "what" in message else str(message["said"]).partition("\n")[0]
+
+
 def kind_and_text(process: ReplicaId | str, error: BaseException) -> tuple[str, str]:
     """Return the class name and text of one of our errors; any other becomes a worker's failure."""
     if isinstance(error, PacelineError):

@@ -5,8 +5,10 @@ read: a length, JSON (what is no tensor; name, rectangle and dtype of each chunk
 replica of several workers each leaves what it has.
 """
 
+import functools
 import json
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -18,9 +20,9 @@ from torch import Tensor
 from paceline.aggregation.state_codec import kind
 from paceline.checkpoint.base import TensorChunk
 from paceline.checkpoint.reader import ChunksInMemory
-from paceline.comm.shared_memory import aligned
+from paceline.comm.shared_memory import SharedMemory, aligned
 from paceline.core.delta import InPlace
-from paceline.core.errors import InputError
+from paceline.core.errors import InputError, PacelineError
 from paceline.core.types import ReplicaId
 from paceline.engine.run_context import RunContext
 from paceline.replica.flat_state import FlatLayout
@@ -34,7 +36,7 @@ KEY = "replicas"
 VECTORS, HEAD = 9, 1 << 24
 
 # Bytes of the length before the JSON.
-_LENGTH = 8
+LENGTH_BYTES = 8
 
 
 def keeps_own_state(context: RunContext) -> bool:
@@ -89,9 +91,9 @@ class OwnState:
     @classmethod
     def read(cls, buffer: memoryview) -> "OwnState":
         """Return what :meth:`write` has written; the tensors are views."""
-        size = int.from_bytes(buffer[:_LENGTH], "little")
-        saved, rows = json.loads(bytes(buffer[_LENGTH : _LENGTH + size]))
-        parts, at = list[TensorChunk](), aligned(_LENGTH + size)
+        size = int.from_bytes(buffer[:LENGTH_BYTES], "little")
+        saved, rows = json.loads(bytes(buffer[LENGTH_BYTES : LENGTH_BYTES + size]))
+        parts, at = list[TensorChunk](), aligned(LENGTH_BYTES + size)
         for name, full, offset, shape, dtype in rows:
             tensor = _view(buffer, at, shape, getattr(torch, dtype))
             parts.append(TensorChunk(name, tuple(full), tuple(offset), tensor))
@@ -110,13 +112,13 @@ class OwnState:
             for part, tensor in zip(self.parts, tensors, strict=True)
         ]
         head = json.dumps([self.saved, rows]).encode()
-        at = aligned(_LENGTH + len(head))
+        at = aligned(LENGTH_BYTES + len(head))
         size = at + sum(aligned(tensor.nbytes) for tensor in tensors)
         buffer = memory(size)
         if buffer is None:
             return 0
-        buffer[:_LENGTH] = len(head).to_bytes(_LENGTH, "little")
-        buffer[_LENGTH : _LENGTH + len(head)] = head
+        buffer[:LENGTH_BYTES] = len(head).to_bytes(LENGTH_BYTES, "little")
+        buffer[LENGTH_BYTES : LENGTH_BYTES + len(head)] = head
         for tensor in tensors:
             _view(buffer, at, tensor.shape, tensor.dtype).copy_(tensor)
             at += aligned(tensor.nbytes)
@@ -130,6 +132,47 @@ class OwnState:
     def restore(self, own: KeepsState, layout: FlatLayout) -> None:
         """Let a replica go on with it; ``layout`` is that of A."""
         own.restore(self.saved, ChunksInMemory(self.parts), layout)
+
+
+class OwnBuffers:
+    """Equal buffers in shared memory, for what replicas or their workers keep; each has memory once it is written.
+
+    Args:
+        segment: of shared memory.
+        begin: where the first one begins.
+        each: address space of each.
+    """
+
+    def __init__(self, segment: SharedMemory, begin: int, each: int) -> None:
+        self._segment, self._begin, self._each = segment, begin, each
+        self._reserved = defaultdict[int, int](int)
+        """Bytes of each that this process has given memory."""
+
+    def view(self, index: int, size: int | None = None) -> memoryview:
+        """Return the first bytes of a buffer, or all."""
+        begin = self._begin + index * self._each
+        return self._segment.buffer[begin : begin + (self._each if size is None else size)]
+
+    def write(self, index: int, own: OwnState | None) -> int:
+        """Write what is kept, if anything; return how many bytes, or 0: nothing, or there is no memory for it."""
+        if self._reserved[index]:
+            self.view(index, LENGTH_BYTES)[:] = bytes(LENGTH_BYTES)
+        return 0 if own is None else own.write(functools.partial(self._memory, index))
+
+    def read(self, index: int) -> OwnState | None:
+        """Return what was written last; None: nothing."""
+        return OwnState.read(self.view(index)) if any(self.view(index, LENGTH_BYTES)) else None
+
+    def _memory(self, index: int, size: int) -> memoryview | None:
+        if size > self._each:
+            return None
+        if self._reserved[index] < size:
+            try:
+                self._segment.reserve(self._begin + index * self._each, size)
+            except PacelineError:
+                return None
+            self._reserved[index] = size
+        return self.view(index, size)
 
 
 def _view(buffer: memoryview, offset: int, shape: Iterable[int], dtype: torch.dtype) -> Tensor:

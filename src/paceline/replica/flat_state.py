@@ -167,8 +167,12 @@ class FlatState:
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (full name, view) of every tensor, parameters first."""
-        names = (e.name for b in (*self.layout.parameters, *self.layout.buffers) for e in b.entries)
-        return zip(names, (*self.views.parameters, *self.views.buffers), strict=True)
+        return ((entry.name, view) for entry, view in self.entries())
+
+    def entries(self) -> "Iterator[tuple[TensorEntry, Tensor]]":
+        """Yield (entry of the layout, view) of every tensor, parameters first."""
+        entries = (e for b in (*self.layout.parameters, *self.layout.buffers) for e in b.entries)
+        return zip(entries, (*self.views.parameters, *self.views.buffers), strict=True)
 
     def digest(self) -> str:
         """Return the SHA-256 of all bytes."""

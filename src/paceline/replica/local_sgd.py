@@ -261,9 +261,7 @@ class ShardedLocalSGD(Replica):
             self._optimizer.restore(saved, source, self._describe)
 
     def _described(self, state: FlatState) -> list[TensorChunk]:
-        entries = (entry for block in (*state.layout.parameters, *state.layout.buffers) for entry in block.entries)
-        named = zip(entries, (*state.views.parameters, *state.views.buffers), strict=True)
-        return [chunk for entry, view in named for chunk in self._describe("", entry, view)]
+        return [chunk for entry, view in state.entries() for chunk in self._describe("", entry, view)]
 
     def adopt(self, state: FlatState) -> None:
         if self._own is None:

@@ -1,9 +1,13 @@
-"""Programs of their own process: two that are ended, and one on Ray's cluster of two nodes on this host."""
+"""Loops of replicas, and programs of their own process: two that are ended, and one on Ray's cluster of two nodes."""
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from paceline.engine.ray import push_stream
 
 ENDLESS = """
 import functools, sys, torch
@@ -96,3 +100,24 @@ def started(program: str, folder: Path, *words: str) -> "subprocess.Popen[str]":
         env=environment,
         start_new_session=True,
     )
+
+
+def plain(worker: Any) -> None:
+    """One step a batch."""
+    for batch in worker.batches():
+        worker.step(batch)
+
+
+def pushing(worker: Any, *, way: str, loop: Callable[[Any], None] = plain) -> None:
+    """A loop of replicas that push in one of the ways that there are."""
+    host_id = push_stream.host_id
+    if way == "bytes":
+        push_stream.host_id = lambda: "another host"
+    elif way == "calls":
+        worker._client._link._tries = 0
+    try:
+        loop(worker)
+        stream = worker._client._link._stream
+        assert way == ("calls" if stream is None else "memory" if stream._shared else "bytes")
+    finally:
+        push_stream.host_id = host_id

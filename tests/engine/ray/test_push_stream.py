@@ -31,7 +31,8 @@ from paceline.engine.ray import push_stream, server_link
 from paceline.engine.ray.engine import RayEngine
 from paceline.engine.ray.executor import RayExecutor
 from paceline.engine.ray.messages import END, Bytes, RayCompletion, RayGrant, Reply, arrays_of
-from paceline.engine.ray.push_stream import PushBuffers, PushStream, StreamAddress, StreamListener
+from paceline.engine.ray.push_buffers import PushBuffers
+from paceline.engine.ray.push_stream import PushStream, StreamAddress, StreamListener
 
 OnRay = Callable[..., Run]
 

@@ -339,3 +339,4 @@ def test_a_death_ends_the_run_where_asked(on_ray: OnRay) -> None:
     loop = functools.partial(moments.loop, replica=1, step=3, prepare=lambda _: moments.die())
     with pytest.raises(WorkerError, match=r"replica 1 died: its process ended .* write on_death='replace'"):
         on_ray(programs.program(), "replicas=2", steps=STEPS, loop=loop, on_death="stop")
+    assert on_ray(programs.program(), "replicas=2", steps=STEPS).left == []  # the dead actor is none of the next run's

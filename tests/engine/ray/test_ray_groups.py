@@ -1,7 +1,6 @@
 """Replicas of several workers on Ray compute what one process computes, and live and die as a whole."""
 
 import functools
-import json
 import os
 import signal
 import tempfile
@@ -14,15 +13,16 @@ from torch.optim import SGD, Adam
 
 from paceline import Run, WorkerError, train
 from paceline.core.mesh import Coordinate
-from paceline.engine.ray import push_stream
 from paceline.engine.ray.engine import RayEngine
 from tests import oracle
 from tests.engine import programs
 from tests.engine.local import test_on_death
-from tests.engine.local.commands import eventually
 from tests.engine.local.test_own_states import FALLING
 from tests.engine.local.test_own_states import PROGRAM as MOMENTUM
+from tests.engine.local.test_replica_group import ROUNDING, TEAMS
+from tests.engine.local.test_replica_group_failures import pid_of
 from tests.engine.ray import server_moments
+from tests.engine.ray.commands import pushing
 from tests.engine.ray.test_ray_parity import POLICIES
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
@@ -30,17 +30,6 @@ pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
 OnRay = Callable[..., Run]
 
 STEPS = 6
-
-ROUNDING = 1e-12
-"""Micro-batches and shards add the same products in another order: some rounding errors of 2e-16 each a step."""
-
-TEAMS = [
-    "stages=2 micro_batches=2",
-    "shards=2",
-    "stages=2 shards=2 micro_batches=2",
-    "stages=[2,1] micro_batches=2",
-    "micro_batches=2",
-]
 
 
 @pytest.fixture(autouse=True)
@@ -97,19 +86,9 @@ def signalling(worker: Any, *, folder: Path, whom: Coordinate, at: dict[int, str
     for made, batch in enumerate(worker.batches(), 1):
         mark = folder / at.get(made, "")
         if worker.replica == whom.replica and mark != folder and not mark.exists():
-            eventually(lambda: pid_of(whom, folder / "run") is not None)
             mark.touch()
-            pid = pid_of(whom, folder / "run")
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid_of(whom, folder / "run"), signal.SIGKILL)
         worker.step(batch)
-
-
-def pid_of(whom: Coordinate, folder: Path) -> int | None:
-    """The process of a worker, if it is there."""
-    rows = [row for row in json.loads((folder / "workers.json").read_text()) if row["role"] == "replica"]
-    found = [row["pid"] for row in rows if whom == (row["replica"], row["stage"], row["shard"])]
-    return found[0] if found and Path(f"/proc/{found[0]}").exists() else None
 
 
 @pytest.mark.parametrize(
@@ -157,33 +136,14 @@ def test_or_the_run_ends_and_names_it(on_ray: OnRay, tmp_path: Path) -> None:
 
 def test_a_server_that_dies_is_followed_by_its_standby(on_ray: OnRay, tmp_path: Path) -> None:
     whole = on_ray(MOMENTUM, "replicas=2 stages=2", steps=STEPS)
-    run = _with_a_server_that_dies(on_ray, tmp_path, "replicas=2 stages=2 standby=1")
+    build = functools.partial(server_moments.model, MOMENTUM.model, "forwarded", 7, tmp_path / "died")
+    program = programs.program(model=build, train=MOMENTUM.train, optimizer=MOMENTUM.optimizer)
+    run = on_ray(program, "replicas=2 stages=2 standby=1", steps=STEPS)
+    assert (tmp_path / "died").exists()
     assert test_on_death.same(whole, run)
 
 
-def _with_a_server_that_dies(on_ray: OnRay, folder: Path, strategy: str) -> Run:
-    build = functools.partial(server_moments.model, MOMENTUM.model, "forwarded", 7, folder / "died")
-    program = programs.program(model=build, train=MOMENTUM.train, optimizer=MOMENTUM.optimizer)
-    return on_ray(program, strategy, steps=STEPS)
-
-
 # --------------------------------------------------------------------------------------------------------- other ways
-
-
-def pushing(worker: Any, *, way: str) -> None:
-    """The plain loop of replicas that push in one of the ways that there are."""
-    host_id = push_stream.host_id
-    if way == "bytes":
-        push_stream.host_id = lambda: "another host"
-    elif way == "calls":
-        worker._client._link._tries = 0
-    try:
-        for batch in worker.batches():
-            worker.step(batch)
-        stream = worker._client._link._stream
-        assert way == ("calls" if stream is None else "memory" if stream._shared else "bytes")
-    finally:
-        push_stream.host_id = host_id
 
 
 @pytest.mark.parametrize("way", ["memory", "bytes", "calls"])

@@ -10,11 +10,11 @@ import torch
 
 from paceline import Run, train
 from paceline.checkpoint.reader import newest
-from paceline.engine.ray import push_stream
 from tests.engine import programs
 from tests.engine.local import test_on_death
 from tests.engine.local.test_own_states import FALLING, PROGRAM
 from tests.engine.ray import server_moments
+from tests.engine.ray.commands import pushing
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
 
@@ -53,21 +53,6 @@ def test_what_replicas_go_on_with_is_what_they_had(on_ray: OnRay, tmp_path: Path
         assert one.manifest.head["run"]["engine"]["replicas"] == other.manifest.head["run"]["engine"]["replicas"]
 
 
-def pushing(worker: Any, *, way: str, dying: Callable[..., None], **at: Any) -> None:
-    """The plain loop, in which a replica dies, of replicas that push in one of the ways that there are."""
-    host_id = push_stream.host_id
-    if way == "bytes":
-        push_stream.host_id = lambda: "another host"
-    elif way == "calls":
-        worker._client._link._tries = 0
-    try:
-        dying(worker, **at)
-        stream = worker._client._link._stream
-        assert way == ("calls" if stream is None else "memory" if stream._shared else "bytes")
-    finally:
-        push_stream.host_id = host_id
-
-
 @pytest.mark.parametrize(
     ("way", "dying"),
     [
@@ -80,7 +65,8 @@ def pushing(worker: Any, *, way: str, dying: Callable[..., None], **at: Any) -> 
 def test_with_a_replica_that_is_replaced(on_ray: OnRay, tmp_path: Path, way: str, dying: Any) -> None:
     strategy = f"replicas=2 {IN_LOCKSTEP}"
     whole = on_ray(PROGRAM, strategy, steps=STEPS)
-    loop = functools.partial(pushing, way=way, dying=dying, folder=tmp_path, at={(1, 6): "a", (1, 3): "b"})
+    dying = functools.partial(dying, folder=tmp_path, at={(1, 6): "a", (1, 3): "b"})
+    loop = functools.partial(pushing, way=way, loop=dying)
     run = on_ray(PROGRAM, strategy, steps=STEPS, on_death="replace", loop=loop)
     assert [exit_.replica for exit_ in run.left] == [1, 1]
     assert test_on_death.same(whole, run)

@@ -12,16 +12,14 @@ next: so it is whole, also where the worker is killed while it writes the other 
 Under Hogwild, where a step takes less time than a copy and nobody grants it, replicas leave a copy when main asks.
 """
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.checkpoint.base import TensorChunk
-from paceline.core.errors import PacelineError
 from paceline.core.types import Clock, ReplicaId, Seconds
 from paceline.engine.local.arena import ParameterArena
-from paceline.engine.own_states import KEY, OwnState, replica_prefix, saved_states
+from paceline.engine.own_states import KEY, OwnBuffers, OwnState, replica_prefix, saved_states
 from paceline.engine.run_context import RunContext
 from paceline.replica.local_sgd import KeepsState
 
@@ -49,8 +47,7 @@ class OwnStates:
         """Whether copies are left when main asks."""
         self._workers = arena.layout.workers // arena.layout.replicas
         """Of each replica."""
-        self._reserved: dict[int, int] = {}
-        """Bytes of each buffer that this process has given memory."""
+        self._buffers = OwnBuffers(arena.segment, arena.own_begin, arena.layout.own_bytes)
 
     @classmethod
     def of(cls, arena: ParameterArena) -> "OwnStates | None":
@@ -81,10 +78,10 @@ class OwnStates:
         asked = self._asked[0]
         if self.on_request and not self.asked(worker):
             return
-        index, left = self._index(worker, attempt), OwnState.of(own)
+        index = self._index(worker, attempt)
         words = self._words[3 * worker : 3 * worker + 2]
         words[index % 2] = 0
-        if left is not None and left.write(functools.partial(self._memory, index)):
+        if self._buffers.write(index, OwnState.of(own)):
             words[index % 2] = attempt + 1
         self._answered(worker)[0] = asked  # last: main reads the copy once it sees it
 
@@ -94,19 +91,6 @@ class OwnStates:
             self._answered(replica)[0] = -1
             self.leave(replica, attempt, own=own)
             self._answered(replica)[0] = _LAST
-
-    def _memory(self, index: int, size: int) -> memoryview | None:
-        """Return so many bytes of a buffer, which have memory from now on; None: there is not so much."""
-        begin = self._begin(index)
-        if size > self._arena.layout.own_bytes:
-            return None
-        if self._reserved.get(index, 0) < size:
-            try:
-                self._arena.segment.reserve(begin, size)
-            except PacelineError:
-                return None
-            self._reserved[index] = size
-        return self._arena.segment.buffer[begin : begin + size]
 
     # ------------------------------------------------------------------------------------------------------------ main
 
@@ -118,7 +102,7 @@ class OwnStates:
             label = self._words[3 * worker + index % 2]
             if not label or (not self.on_request and label != attempt + 1):
                 return None
-            found.append(OwnState.read(self._arena.segment.buffer[self._begin(index) :]))
+            found.append(OwnState.read(self._buffers.view(index)))
         return OwnState.merged(found)
 
     def snapshot(
@@ -163,6 +147,3 @@ class OwnStates:
 
     def _index(self, worker: int, attempt: Clock) -> int:
         return 2 * worker + (0 if self.on_request else attempt % 2)
-
-    def _begin(self, index: int) -> int:
-        return self._arena.own_begin + index * self._arena.layout.own_bytes

@@ -52,27 +52,27 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
         set_threads_and_seed(job, place.replica)
         mesh = job.strategy.mesh
         ranks = mesh.replica_ranks(place.replica)
-        worker = _Worker(mesh.rank(place), place, recorder)
+        number = mesh.rank(place)
 
         def memory(run: RunContext, layout: FlatLayout) -> "ArenaMemory":
-            worker.arena = ParameterArena(ArenaLayout.of(run, layout, args["remembers"]), arena_fd)
-            return ArenaMemory(worker.arena, place.replica)
+            arena = ParameterArena(ArenaLayout.of(run, layout, args["remembers"]), arena_fd)
+            return ArenaMemory(arena, place.replica)
 
         try:
             with open_member(job, place, args["store"], args["kept"], memory, recorder) as member:
-                leads = worker.number == ranks.start
-                others = [other for other in ranks if other != worker.number] if leads else [ranks.start]
+                worker = _Worker(member, number, place, recorder)
+                leads = number == ranks.start
+                others = [other for other in ranks if other != number] if leads else [ranks.start]
                 names = [f"replica {mesh.coordinate(other).label}" for other in others] if rest else []
                 peers = zip(rest, names, strict=True)
                 pipes = [CommandPipe(Connection(fd), name, job.timeout_s) for fd, name in peers]
-                told = {"ready": worker.number, "pid": os.getpid(), "kept": dict(member.kept)}
+                told = {"ready": number, "pid": os.getpid(), "kept": dict(member.kept)}
                 ready = functools.partial(link.send, json.dumps(told).encode())
-                worker.arena.control.metrics.parameter_bytes[worker.number] = member.parameter_bytes
                 if leads:
-                    client = SharedMemoryClient(worker.arena, place.replica, own_fd, main_fd)
-                    worker.lead(member, client, pipes, ready, args["first"])
+                    client = SharedMemoryClient(member.memory.arena, place.replica, own_fd, main_fd)
+                    worker.lead(client, pipes, ready, args["first"])
                 else:
-                    worker.follow(member, pipes[0], ready)
+                    worker.follow(pipes[0], ready)
         except PeerExited as error:
             raise SystemExit(PEER_DIED) from error
 
@@ -101,61 +101,63 @@ class _Worker:
     """This process in the run.
 
     Args:
+        member: its part of the replica.
         number: its rank in the mesh.
         place: the same as coordinates.
         recorder: of its spans.
     """
 
-    arena: ParameterArena
-
-    def __init__(self, number: int, place: Coordinate, recorder: Recorder | NullRecorder) -> None:
-        self.number, self._place, self._recorder = number, place, recorder
+    def __init__(
+        self, member: GroupMember[ArenaMemory], number: int, place: Coordinate, recorder: Recorder | NullRecorder
+    ) -> None:
+        self._member, self._number, self._place, self._recorder = member, number, place, recorder
+        self._arena = member.memory.arena
+        self._arena.control.metrics.parameter_bytes[number] = member.parameter_bytes
 
     def lead(
         self,
-        member: GroupMember,
         client: SharedMemoryClient,
         pipes: Sequence[CommandPipe],
         ready: Callable[[], object],
         first: int,
     ) -> None:
         """Run the replica's loop after ``first`` micro-steps of replicas before it, after a call of ``ready``."""
-        metrics = self._metrics(member, 2 * member.parameter_bytes)
-        leader = member.leader(pipes, client, self._go_on(member, client.attempt))
-        measured = InstrumentedReplica(leader, metrics, client, member.parameter_bytes)
-        worker = ClientWorker(member.run, self._place.replica, measured, client, metrics, first)
+        metrics = self._metrics(2 * self._member.parameter_bytes)
+        leader = self._member.leader(pipes, client, self._go_on(client.attempt))
+        measured = InstrumentedReplica(leader, metrics, client, self._member.parameter_bytes)
+        worker = ClientWorker(self._member.run, self._place.replica, measured, client, metrics, first)
         ready()
-        worker.run(member.run.job.loop)
+        worker.run(self._member.run.job.loop)
         send_all(pipes, EndCommand())
-        self._add_payload(member, 0)  # pulls and pushes of the leader are counted step by step
+        self._add_payload(0)  # pulls and pushes of the leader are counted step by step
 
-    def follow(self, member: GroupMember, pipe: CommandPipe, ready: Callable[[], object]) -> None:
+    def follow(self, pipe: CommandPipe, ready: Callable[[], object]) -> None:
         """Execute the leader's commands, after a call of ``ready``."""
-        metrics = self._metrics(member, 0)
-        leave = self._go_on(member, self.arena.control.completed[self._place.replica])
-        follower = member.follower(pipe, metrics, leave)
+        metrics = self._metrics(0)
+        leave = self._go_on(self._arena.control.completed[self._place.replica])
+        follower = self._member.follower(pipe, metrics, leave)
         ready()
         try:
             follower.run()
         finally:
             metrics.close()
-        self._add_payload(member, 2 * member.parameter_bytes * follower.step)
+        self._add_payload(2 * self._member.parameter_bytes * follower.step)
 
-    def _go_on(self, member: GroupMember, attempt: Clock) -> Leave:
+    def _go_on(self, attempt: Clock) -> Leave:
         """Go on with what the replica kept after an attempt; return what leaves a copy after the next ones."""
-        states, own = OwnStates.of(self.arena), member.own
+        states, own = OwnStates.of(self._arena), self._member.own
         if states is None or own is None:
             return lambda _: None
-        states.begin(member.run, self.number, attempt, own)
-        return functools.partial(states.leave, self.number, own=own)
+        states.begin(self._member.run, self._number, attempt, own)
+        return functools.partial(states.leave, self._number, own=own)
 
-    def _add_payload(self, member: GroupMember, nbytes: int) -> None:
+    def _add_payload(self, nbytes: int) -> None:
         """Count bytes of A and Δ that this worker has moved, and those that it has sent within the replica."""
-        metrics = self.arena.control.metrics
-        figures = metrics.figures(self.number)
-        payload = figures.payload_bytes + nbytes + member.sent_bytes
-        metrics.measure(self.number, figures._replace(payload_bytes=payload))
+        metrics = self._arena.control.metrics
+        figures = metrics.figures(self._number)
+        payload = figures.payload_bytes + nbytes + self._member.sent_bytes
+        metrics.measure(self._number, figures._replace(payload_bytes=payload))
 
-    def _metrics(self, member: GroupMember, step_bytes: int) -> WorkerMetrics:
-        metrics = self.arena.control.metrics
-        return WorkerMetrics(metrics, self.number, self._recorder, step_bytes, member.run.per_step)
+    def _metrics(self, step_bytes: int) -> WorkerMetrics:
+        metrics = self._arena.control.metrics
+        return WorkerMetrics(metrics, self._number, self._recorder, step_bytes, self._member.run.per_step)

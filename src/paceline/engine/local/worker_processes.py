@@ -15,8 +15,7 @@ from paceline.comm.fork_server import ForkServer
 from paceline.comm.linux import memfd_create
 from paceline.comm.shared_pickle import SharedObject
 from paceline.comm.wakeup import EventFd, Wakeup
-from paceline.core import errors
-from paceline.core.errors import WaitTimeoutError, WorkerError, failure_text
+from paceline.core.errors import WaitTimeoutError, WorkerError, failure_of, raised_text
 from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.base import Job
 from paceline.engine.local.arena import ParameterArena
@@ -215,19 +214,14 @@ class WorkerProcesses:
                 self._ready.add(message["ready"])
                 self._kept[self._mesh.coordinate(message["ready"]).replica] = message.get("kept", {})
                 continue
+            error = failure_of(message)
             if "refused" in message:  # what can't be done as written can't be done by a replacement either
-                raise errors.InputError(message["refused"])
-            error = (
-                getattr(errors, message["kind"], WorkerError)(message["said"])
-                if "said" in message
-                else WorkerError(failure_text(message))
-            )
+                raise error
             # The replica, or its worker: "1 (stage 0, shard 2)".
             replica = str(message.get("replica", message.get("failed"))).partition(" ")[0]
             if not self._training or not replica.isdecimal():
                 raise error
-            raised = f"raised {message['what']}" if "what" in message else str(error).partition("\n")[0]
-            self._failures.setdefault(int(replica), raised)
+            self._failures.setdefault(int(replica), raised_text(message))
 
     def handle_exit(self, worker: int) -> tuple[ReplicaId, str] | None:
         """Handle the exit of a worker. Unless it ended well, kill the rest of its replica.

@@ -69,7 +69,7 @@ class ActorPool:
             PacelineError: one can't be started.
         """
         idle_only = job.budget.until is None
-        workers = job.strategy.workers // job.strategy.replicas
+        workers = job.strategy.mesh.per_replica
         if gpus != self._gpus or workers != self._workers:
             self.drop([*self.replicas, self.spare])
         if idle_only != self._idle_only:
@@ -117,10 +117,7 @@ class ActorPool:
 
     def replace(self, replica: ReplicaId) -> Any:
         """Return an actor in place of one that has died: the spare one, or another."""
-        before = self.replicas[replica]
-        for follower in self._followers.pop(before, ()):
-            self._end(follower)
-        self.locations.pop(before, None)
+        self.end(self.replicas[replica])
         self.replicas[replica], self.spare = self.spare or self._new_replica(), None
         return self.replicas[replica]
 
@@ -133,18 +130,19 @@ class ActorPool:
     def drop(self, actors: Sequence[Any]) -> None:
         """Kill these actors; the next run starts others."""
         for actor in [a for a in actors if a is not None]:
-            for follower in self._followers.pop(actor, ()):
-                self._end(follower)
-            self._end(actor)
+            self.end(actor)
         self.replicas = [r for r in self.replicas if r not in actors]
         self.spare = None if self.spare in actors else self.spare
         self.server = None if self.server in actors else self.server
         self.standby = None if self.standby in actors else self.standby
         self.scorer = None if self.scorer in actors else self.scorer
 
-    def _end(self, actor: Any) -> None:
-        self.locations.pop(actor, None)
-        ray.kill(actor)
+    def end(self, actor: Any) -> None:
+        """Kill an actor, and the other workers of a replica for which it stands."""
+        for worker in self.workers(actor):
+            self.locations.pop(worker, None)
+            ray.kill(worker)
+        self._followers.pop(actor, None)
 
     def settle(self, running: Mapping[Any, Any], grace_s: Seconds) -> None:
         """Keep the actors whose calls end without an error in time, and kill the others.

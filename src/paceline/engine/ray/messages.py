@@ -132,7 +132,7 @@ class RayCompletion(NamedTuple):
     """Size of what the replica keeps, which follows Δ (:class:`paceline.engine.own_states.OwnState`)."""
 
 
-class Measured(NamedTuple):
+class WorkerMeasurements(NamedTuple):
     """What a worker has measured of itself."""
 
     figures: Figures
@@ -144,9 +144,9 @@ class Ended(NamedTuple):
     """The end of a worker's part in a run."""
 
     failure: bytes | None
-    """The error of the user's code, as :func:`paceline.core.errors.encode_failure` encodes it."""
+    """The error, as a message of which :func:`paceline.core.errors.failure_of` makes one again."""
     spans: list[Span]
-    measured: Measured | None = None
+    measured: WorkerMeasurements | None = None
     """Of a worker of a replica that has several; None: it failed, or another one of them is no more."""
 
 

@@ -13,7 +13,6 @@ maps the memory in which the replica writes Δ and reads A. Where no stream can 
 
 import asyncio
 import contextlib
-import functools
 import hmac
 import json
 import secrets
@@ -24,19 +23,16 @@ from dataclasses import asdict
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from paceline.comm.shared_memory import Arena
-from paceline.comm.shm.region import TOKEN_BYTES
-from paceline.comm.shm.rendezvous import SegmentAddress, address_of, create_segment, host_id
+from paceline.comm.shm.rendezvous import SegmentAddress, host_id
 from paceline.core.data_order import BatchRange
 from paceline.core.errors import PacelineError
-from paceline.core.types import Clock, Seconds
-from paceline.engine.own_states import OwnState
+from paceline.core.types import Seconds
 from paceline.engine.ray.messages import Bytes, RayCompletion, RayGrant, Reply, arrays_of
+from paceline.engine.ray.push_buffers import PushBuffers
 from paceline.engine.ray.run_control import BackgroundTasks
 from paceline.engine.worker_metrics import Figures
-from paceline.replica.flat_state import Allocate, FlatLayout, FlatState
+from paceline.replica.flat_state import Allocate, FlatLayout
 
 # Time in which a stream is made, or is not.
 CONNECT_S: Seconds = 10.0
@@ -50,9 +46,6 @@ JOINED_BYTES = 256 * 1024
 _NONCE_BYTES = _MAC_BYTES = 32
 
 _LENGTH = struct.Struct("<I")
-
-# Bytes of the length with which what a replica keeps begins.
-_LENGTH_BYTES = 8
 
 # Bytes of the longest JSON that is read.
 _LONGEST = 4096
@@ -73,108 +66,6 @@ class StreamAddress(NamedTuple):
     """Known to those to whom Ray has told it."""
     host_id: str
     """Equal for processes that can share memory with the server."""
-
-
-class PushBuffers:
-    """The memory in which a replica writes Δ and what it keeps, and in which it reads A.
-
-    What it keeps is in one buffer after even attempts and in another after odd ones: so the newest that the server has
-    been told of is whole, also where the replica dies while it writes the other one. Of a replica of several workers,
-    all but the first have a buffer for their part of it besides.
-
-    Args:
-        layout: of A.
-        own_bytes: address space of each of these buffers.
-        workers: of the replica.
-        address: where another process finds the memory; None: this one creates it.
-
-    Raises:
-        PacelineError: there is not so much, or other memory at the address.
-        OSError: there is none at the address.
-    """
-
-    def __init__(
-        self, layout: FlatLayout, address: SegmentAddress | None = None, *, own_bytes: int = 0, workers: int = 1
-    ) -> None:
-        arena = Arena()
-        arena.add("token", (TOKEN_BYTES,), torch.uint8)
-        blocks = [*layout.parameters, *layout.buffers]
-        for name in ("delta", "sent"):
-            for i, block in enumerate(blocks):
-                arena.add(f"{name} {i}", (block.elements,), block.dtype)
-        arena.add("version", (), torch.int64)
-        touched, self._own_bytes = arena.size_bytes, own_bytes
-        self._own_begin = arena.add("own", ((workers + 1) * own_bytes,), torch.uint8)
-        self._reserved = [0] * (workers + 1)
-        """Bytes of the buffers for what is kept that this process has given memory."""
-        if address is None:
-            self._segment = create_segment("push", arena.size_bytes, reserved_bytes=touched)
-        elif address.size_bytes == arena.size_bytes:
-            self._segment = address.open()
-        else:
-            raise PacelineError(f"Δ and A have {arena.size_bytes} bytes, and {address.size_bytes} were offered")
-
-        def state(name: str) -> FlatState:
-            vectors = [arena.tensor(self._segment, f"{name} {i}") for i in range(len(blocks))]
-            return FlatState(layout, vectors[: len(layout.parameters)], vectors[len(layout.parameters) :])
-
-        self.delta, self.sent = state("delta"), state("sent")
-        """Δ; the A that was sent last."""
-        self.version = arena.tensor(self._segment, "version")
-        """Of that A, where other workers of the replica read it."""
-        self.delta_arrays, self.sent_arrays = arrays_of(self.delta), arrays_of(self.sent)
-
-    def arrays(self, completion: RayCompletion) -> list[Bytes]:
-        """Return Δ, and, if it is told of, what the replica keeps after this attempt."""
-        attempt, size = completion.attempt, completion.own_bytes
-        own = [np.frombuffer(self._own(attempt % 2, size), np.uint8)] if size else []
-        return [*self.delta_arrays, *own]
-
-    def leave(self, attempt: Clock, own: OwnState) -> int:
-        """Write what the replica keeps after an attempt; return how many bytes, or 0 where there is no memory."""
-        return own.write(functools.partial(self._memory, attempt % 2))
-
-    def kept(self, attempt: Clock) -> OwnState:
-        """Return what the replica kept after an attempt, which it has left."""
-        return OwnState.read(self._own(attempt % 2, self._own_bytes))
-
-    def leave_part(self, worker: int, own: OwnState | None) -> None:
-        """Write what a worker but the first keeps, if anything."""
-        buffer = self._memory(worker + 1, _LENGTH_BYTES)
-        if buffer is not None:
-            buffer[:] = bytes(_LENGTH_BYTES)
-        if own is not None:
-            own.write(functools.partial(self._memory, worker + 1))
-
-    def part(self, worker: int) -> OwnState | None:
-        """Return what a worker but the first has left; None: nothing."""
-        buffer = self._own(worker + 1, self._own_bytes)
-        return OwnState.read(buffer) if any(buffer[:_LENGTH_BYTES]) else None
-
-    def _memory(self, index: int, size: int) -> memoryview | None:
-        """Return so many bytes of a buffer, which have memory from now on; None: there is not so much."""
-        if size > self._own_bytes:
-            return None
-        if self._reserved[index] < size:
-            try:
-                self._segment.reserve(self._own_begin + index * self._own_bytes, size)
-            except PacelineError:
-                return None
-            self._reserved[index] = size
-        return self._own(index, size)
-
-    def _own(self, index: int, size: int) -> memoryview:
-        begin = self._own_begin + index * self._own_bytes
-        return self._segment.buffer[begin : begin + size]
-
-    @property
-    def address(self) -> SegmentAddress:
-        """Where another process finds it."""
-        return address_of(self._segment)
-
-    def close(self) -> None:
-        """Release it; it goes with the last array."""
-        self._segment.close()
 
 
 class StreamListener:

@@ -19,8 +19,7 @@ from typing import Any
 import ray
 
 from paceline.checkpoint.fingerprint import versions
-from paceline.core import errors
-from paceline.core.errors import InputError, PacelineError, WaitTimeoutError, WorkerError, failure_text
+from paceline.core.errors import WaitTimeoutError, WorkerError, failure_of, raised_text
 from paceline.core.mesh import Coordinate
 from paceline.core.records import Account
 from paceline.core.types import ReplicaId, Seconds
@@ -79,7 +78,7 @@ class RayRun:
         """Future result of a worker's actor -> the part of its replica, and its place."""
         self._places: dict[Any, tuple[Coordinate, Any]] = {}
         """Future location of an actor that has taken another's place -> that place, and the actor."""
-        self._measured: dict[Coordinate, messages.Measured] = {}
+        self._measured: dict[Coordinate, messages.WorkerMeasurements] = {}
         """Of the workers of replicas that have several."""
         self._dead: list[Any] = []
         self._spans: list[Span] = []
@@ -240,6 +239,7 @@ class RayRun:
         except ray.exceptions.RayError as error:
             status = exit_reason(error)
             if not self._begun and not self._interrupted:
+                self._end(part)
                 raise WorkerError(f"replica {name} ended while it started: {status}") from error
             where = f"its worker of stage {place.stage}, shard {place.shard}: "
             self._died(part, where + status if self._job.strategy.spread else status)
@@ -251,10 +251,10 @@ class RayRun:
             if self._job.strategy.elastic and self._status.phase == "training":
                 update_workers_file(self._job.out, place, None)
             return
-        failure, what = _failure(ended.failure)
-        if isinstance(failure, InputError) or not (self._begun and self._job.survives_deaths):
-            raise failure
-        self._died(part, f"raised {what}")
+        message = json.loads(ended.failure)
+        if "refused" in message or not (self._begun and self._job.survives_deaths):
+            raise failure_of(message)
+        self._died(part, raised_text(message))
 
     def _scale_if_asked(self) -> None:
         """Have replicas join or leave, as a request or the room in the cluster says; look at both now and then."""
@@ -282,11 +282,11 @@ class RayRun:
 
     def _died(self, part: messages.ReplicaAssignment, status: str) -> None:
         """Let the run go on without a replica, or with another actor in its place, or end it."""
+        self._end(part)
         if self._job.on_death == "stop" and self._status.phase == "training" and not self._interrupted:
             raise WorkerError(
                 f"replica {part.replica} died: {status}; write on_death='replace' to have another take its place"
             )
-        self._end(part)
         again: messages.ReplicaAssignment | None = self._server.call("lost", part.replica, part.incarnation, status)
         if again is not None:
             self._start_replica(again, self._actors.replace(part.replica))
@@ -299,8 +299,7 @@ class RayRun:
         for call, (other, _) in [*self._running.items()]:
             if (other.replica, other.incarnation) == (part.replica, part.incarnation):
                 del self._running[call]
-        for worker in self._actors.workers(actor):
-            ray.kill(worker)
+        self._actors.end(actor)
 
     def _place(self, place: Coordinate, actor: Any, ref: Any) -> None:
         """Note where an actor runs that has taken another's place."""
@@ -320,8 +319,7 @@ class RayRun:
         common = self._job_parts, part, actors.server, actors.locations[actors.server].node, versions()
         workers = zip(self._workers_of(part.replica), actors.workers(actors.replicas[part.replica]), strict=True)
         for number, (place, actor) in enumerate(workers):
-            call = actor.follow.remote(*common, number) if number else actor.run.remote(*common)
-            self._running[call] = part, place
+            self._running[actor.run.remote(*common, number)] = part, place
 
     def _workers_of(self, replica: ReplicaId) -> list[Coordinate]:
         """Return the places of a replica's workers."""
@@ -339,14 +337,3 @@ class RayRun:
         self._server.told += len(sentences)
         for sentence in sentences:
             tell(sentence)
-
-
-def _failure(message: bytes) -> tuple[PacelineError, str]:
-    """Return the error that a worker has told, and what it raised in a few words."""
-    told = json.loads(message)
-    if "said" in told:
-        kind: type[PacelineError] = getattr(errors, told["kind"], WorkerError)
-        return kind(told["said"]), str(told["said"]).partition("\n")[0]
-    if "refused" in told:
-        return InputError(told["refused"]), told["what"]
-    return WorkerError(failure_text(told)), told["what"]

@@ -17,11 +17,12 @@ from paceline.engine.base import Job
 from paceline.engine.own_states import OwnState, own_bytes
 from paceline.engine.ray import messages
 from paceline.engine.ray.messages import ReplicaAssignment
-from paceline.engine.ray.push_stream import PushBuffers
+from paceline.engine.ray.push_buffers import PushBuffers
 from paceline.engine.ray.replica_client import CancelFlag, RayClient
-from paceline.engine.ray.replica_group import Finished, WorkerFailure, follow, lead
+from paceline.engine.ray.replica_group import Gang, follow, lead
 from paceline.engine.ray.server_link import ServerLink
 from paceline.engine.run_context import RunContext, set_threads_and_seed
+from paceline.engine.spmd.group_member import error_message
 from paceline.engine.spmd.replica_group import PeerExited
 from paceline.engine.worker import ClientWorker, InMemorySink, InstrumentedReplica, WorkerMetrics, check_in_forward
 from paceline.engine.worker_metrics import SpanLog
@@ -51,7 +52,7 @@ class ReplicaActor(messages.Actor):
         self._newest = run, server
         self._link.turn_to(run, server)
 
-    def follow(
+    def run(
         self,
         parts: Sequence[messages.Bytes],
         assignment: ReplicaAssignment,
@@ -60,65 +61,43 @@ class ReplicaActor(messages.Actor):
         versions: Mapping[str, str],
         number: int,
     ) -> messages.Ended:
-        """Be the worker of this number in a replica of several, the leader's being 0, to the end of a run."""
-        self._link = ServerLink(assignment.run, server, 0.0)
-        return self._ended(parts, assignment, node, versions, functools.partial(follow, number=number))
-
-    def run(
-        self,
-        parts: Sequence[messages.Bytes],
-        assignment: ReplicaAssignment,
-        server: Any,
-        node: str,
-        versions: Mapping[str, str],
-    ) -> messages.Ended:
-        """Run one replica's loop to the end of a run, whose server is on a node with these versions."""
+        """Be a replica, or one of its workers, to the end of a run, whose server is on a node with these versions."""
         self._cancel = cancel = CancelFlag(assignment.run)
-
-        def loop(job: Job, assignment: ReplicaAssignment) -> Finished:
-            self._link = link = ServerLink(assignment.run, server, job.timeout_s if job.strategy.standby else 0.0)
-            link.turn_to(*self._newest)  # it may have been named before
-            return (lead if job.strategy.spread else _run_loop)(job, assignment, link, cancel)
-
-        return self._ended(parts, assignment, node, versions, loop)
-
-    def _ended(
-        self,
-        parts: Sequence[messages.Bytes],
-        assignment: ReplicaAssignment,
-        node: str,
-        versions: Mapping[str, str],
-        work: Callable[[Job, ReplicaAssignment], Finished],
-    ) -> messages.Ended:
-        """Do a worker's part in a run, and say how it ended."""
+        tell: Callable[[BaseException], bytes] = functools.partial(encode_failure, assignment.replica)
         try:
             messages.refuse_other_versions(versions)  # this node may have joined the cluster later
-            finished = work(messages.unpack(parts), assignment)
-            if node == self.place().node or not finished.spans:
-                return messages.Ended(None, *finished)
-            # How far the server's clock is ahead of this host's, by the fastest of some answers (Cristian 1989).
-            pings: list[tuple[Nanoseconds, Nanoseconds]] = []
-            for _ in range(PINGS):
-                sent = time.monotonic_ns()
-                remote = self._link.call("clock")
-                received = time.monotonic_ns()
-                pings.append((received - sent, remote - (sent + received) // 2))
-            _, ahead_ns = min(pings)
-            moved = [replace(s, start_ns=s.start_ns + ahead_ns, end_ns=s.end_ns + ahead_ns) for s in finished.spans]
-            return messages.Ended(None, moved, finished.measured)
+            job: Job = messages.unpack(parts)
+            self._link = link = ServerLink(assignment.run, server, job.timeout_s if job.strategy.standby else 0.0)
+            link.turn_to(*self._newest)  # it may have been named before
+            if not job.strategy.spread:
+                ended = _run_loop(job, assignment, link, cancel)
+            else:
+                gang = Gang(job, assignment.replica, assignment.token)
+                tell = functools.partial(error_message, gang.places[number])
+                ended = follow(gang, assignment, number) if number else lead(gang, assignment, link, cancel)
+            if node != self.place().node and ended.spans:
+                # How far the server's clock is ahead of this host's, by the fastest of some answers (Cristian 1989).
+                pings: list[tuple[Nanoseconds, Nanoseconds]] = []
+                for _ in range(PINGS):
+                    sent = time.monotonic_ns()
+                    remote = link.call("clock")
+                    received = time.monotonic_ns()
+                    pings.append((received - sent, remote - (sent + received) // 2))
+                _, ahead_ns = min(pings)
+                moved = [replace(s, start_ns=s.start_ns + ahead_ns, end_ns=s.end_ns + ahead_ns) for s in ended.spans]
+                ended = ended._replace(spans=moved)
+            return ended
         except ray.exceptions.RayError:
             raise  # the server has ended
         except PeerExited:
             return messages.Ended(None, [])  # main sees which it was
-        except WorkerFailure as failure:
-            return messages.Ended(failure.message, [])
         except BaseException as error:
-            return messages.Ended(encode_failure(assignment.replica, error), [])
+            return messages.Ended(tell(error), [])
         finally:
             gc.collect()  # modules are in reference cycles, which would keep arrays in the object store
 
 
-def _run_loop(job: Job, assignment: ReplicaAssignment, link: ServerLink, cancel: CancelFlag) -> Finished:
+def _run_loop(job: Job, assignment: ReplicaAssignment, link: ServerLink, cancel: CancelFlag) -> messages.Ended:
     """Run the loop of a replica of one worker."""
     context, replica = RunContext(job), assignment.replica
     set_threads_and_seed(job, replica)
@@ -143,4 +122,4 @@ def _run_loop(job: Job, assignment: ReplicaAssignment, link: ServerLink, cancel:
         link.call("ready", replica, assignment.incarnation)
         worker.run(job.loop)
         link.call("done", replica, assignment.incarnation, sink.newest, list(sink.step_times))
-        return Finished(spans.read())
+        return messages.Ended(None, spans.read())

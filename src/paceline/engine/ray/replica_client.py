@@ -9,7 +9,7 @@ from paceline.core.types import Clock, Seconds, Version
 from paceline.engine.own_states import OwnState
 from paceline.engine.ray import messages
 from paceline.engine.ray.messages import ReplicaAssignment
-from paceline.engine.ray.push_stream import PushBuffers
+from paceline.engine.ray.push_buffers import PushBuffers
 from paceline.engine.ray.server_link import PendingPush, ServerLink
 from paceline.engine.worker import GrantedClient, InMemorySink
 from paceline.replica.base import Measured

@@ -19,28 +19,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
-
-import ray
 
 from paceline.comm.shm.rendezvous import SegmentAddress
 from paceline.core.errors import WaitTimeoutError, WorkerError
 from paceline.core.mesh import Coordinate
-from paceline.core.types import Clock, Seconds, Version
+from paceline.core.types import Seconds, Version
 from paceline.engine.base import Job
 from paceline.engine.own_states import OwnState, own_bytes
 from paceline.engine.ray import messages
 from paceline.engine.ray.messages import ReplicaAssignment
-from paceline.engine.ray.push_stream import PushBuffers
+from paceline.engine.ray.push_buffers import PushBuffers
 from paceline.engine.ray.replica_client import CancelFlag, RayClient
 from paceline.engine.ray.server_link import ServerLink
 from paceline.engine.run_context import RunContext, set_threads_and_seed
-from paceline.engine.spmd.group_member import error_message, open_member
-from paceline.engine.spmd.replica_group import CommandPipe, EndCommand, Leave, PeerExited, send_all
+from paceline.engine.spmd.group_member import open_member
+from paceline.engine.spmd.replica_group import CommandPipe, EndCommand, Leave, send_all
 from paceline.engine.worker import ClientWorker, InMemorySink, InstrumentedReplica, WorkerMetrics
 from paceline.engine.worker_metrics import SpanLog
 from paceline.replica.flat_state import FlatLayout, FlatState
-from paceline.trace.spans import Span
 
 # Period at which a follower looks for its leader.
 LOOK_S: Seconds = 0.02
@@ -146,31 +142,6 @@ class Gang:
                 yield CommandPipe(connection, f"replica {self.places[0].label}", self.job.timeout_s)
 
 
-class WorkerFailure(Exception):  # noqa: N818 (it carries a message)
-    """An error of one of the workers, as it is told to main."""
-
-    def __init__(self, message: bytes) -> None:
-        self.message = message
-
-
-class Finished(NamedTuple):
-    """What a worker has at the end of its part in a run."""
-
-    spans: list[Span]
-    measured: messages.Measured | None = None
-
-
-@contextlib.contextmanager
-def _told(place: Coordinate) -> Iterator[None]:
-    """Context manager: errors become messages that name the worker."""
-    try:
-        yield
-    except (PeerExited, ray.exceptions.RayError):
-        raise
-    except BaseException as error:
-        raise WorkerFailure(error_message(place, error)) from error
-
-
 def share_buffers(buffers: PushBuffers, pipes: Sequence[CommandPipe]) -> PushMemory:
     """Tell all followers where the memory of Δ and A is."""
     for pipe in pipes:
@@ -191,25 +162,21 @@ def merged(own: OwnState | None, buffers: PushBuffers, workers: int) -> OwnState
     return OwnState.merged(found) if len(found) == workers else None
 
 
-def lead(job: Job, assignment: ReplicaAssignment, link: ServerLink, cancel: CancelFlag) -> Finished:
+def lead(gang: Gang, assignment: ReplicaAssignment, link: ServerLink, cancel: CancelFlag) -> messages.Ended:
     """Run the loop of a replica of several workers, as the first of them."""
-    replica, sink = assignment.replica, InMemorySink()
-    gang = Gang(job, replica, assignment.token)
+    job, replica, sink = gang.job, gang.replica, InMemorySink()
     set_threads_and_seed(job, replica)
-    found: list[PushBuffers] = []
     with contextlib.ExitStack() as closing:
-        closing.enter_context(_told(gang.places[0]))
         spans = SpanLog(job.trace, *gang.places[0])
         closing.callback(spans.close)
         pipes = closing.enter_context(gang.led())
 
         def memory(run: RunContext, layout: FlatLayout) -> PushMemory:
-            found.append(PushBuffers(layout, own_bytes=own_bytes(run, layout), workers=len(gang.places)))
-            return share_buffers(found[0], pipes)
+            return share_buffers(PushBuffers(layout, own_bytes=own_bytes(run, layout), workers=len(gang.places)), pipes)
 
         path, kept = str(gang.folder / "ranks"), assignment.kept or {}
         member = closing.enter_context(open_member(job, gang.places[0], path, kept, memory, spans.recorder))
-        context, size, buffers = member.run, member.parameter_bytes, found[0]
+        context, size, buffers = member.run, member.parameter_bytes, member.memory.buffers
         attempt = max(assignment.attempt, context.positions[replica].attempt)
         client = RayClient(link, assignment, attempt, buffers, cancel, sink, job.timeout_s)
         closing.callback(client.close)
@@ -218,9 +185,9 @@ def lead(job: Job, assignment: ReplicaAssignment, link: ServerLink, cancel: Canc
             before = client.go_on(lambda: merged(OwnState.of(own), buffers, len(gang.places)))
             if before is not None:
                 before.restore(own, member.layout)
-                buffers.leave(attempt, before)  # for the others
+            buffers.leave(attempt, before)  # for the others
             for pipe in pipes:
-                pipe.send(attempt if before is not None else None)
+                pipe.send(attempt)
         metrics = WorkerMetrics(sink, replica, spans.recorder, 2 * size, context.per_step)
         measured = InstrumentedReplica(member.leader(pipes, client, lambda _: None), metrics, client, size)
         worker = ClientWorker(context, replica, measured, client, metrics, assignment.micro_steps)
@@ -231,36 +198,33 @@ def lead(job: Job, assignment: ReplicaAssignment, link: ServerLink, cancel: Canc
         send_all(pipes, EndCommand())
         figures = sink.newest._replace(payload_bytes=sink.newest.payload_bytes + member.sent_bytes)
         link.call("done", replica, assignment.incarnation, figures, list(sink.step_times))
-        return Finished(spans.read(), messages.Measured(figures, list(sink.step_times), size))
+        return messages.Ended(None, spans.read(), messages.WorkerMeasurements(figures, list(sink.step_times), size))
 
 
-def follow(job: Job, assignment: ReplicaAssignment, *, number: int) -> Finished:
+def follow(gang: Gang, assignment: ReplicaAssignment, number: int) -> messages.Ended:
     """Be another worker of a replica of several."""
-    sink, gang = InMemorySink(), Gang(job, assignment.replica, assignment.token)
-    place, workers = gang.places[number], len(gang.places)
-    set_threads_and_seed(job, assignment.replica)
-    found: list[PushBuffers] = []
+    job, place, workers, sink = gang.job, gang.places[number], len(gang.places), InMemorySink()
+    set_threads_and_seed(job, gang.replica)
     with contextlib.ExitStack() as closing:
-        closing.enter_context(_told(place))
         spans = SpanLog(job.trace, *place)
         closing.callback(spans.close)
         pipe = closing.enter_context(gang.followed(number))
 
         def memory(run: RunContext, layout: FlatLayout) -> PushMemory:
-            found.append(shared_buffers(pipe, layout, own_bytes(run, layout), workers))
-            closing.callback(found[0].close)
-            return PushMemory(found[0])
+            buffers = shared_buffers(pipe, layout, own_bytes(run, layout), workers)
+            closing.callback(buffers.close)
+            return PushMemory(buffers)
 
         path, kept = str(gang.folder / "ranks"), assignment.kept or {}
         member = closing.enter_context(open_member(job, place, path, kept, memory, spans.recorder))
-        buffers = found[0]
+        buffers = member.memory.buffers
         leave: Leave = lambda _: None  # noqa: E731
         if own_bytes(member.run, member.layout) and (own := member.own) is not None:
-            attempt: Clock | None = pipe.answer("what the replica kept")
-            if attempt is not None:
-                buffers.kept(attempt).restore(own, member.layout)
+            before = buffers.kept(pipe.answer("what the replica kept"))
+            if before is not None:
+                before.restore(own, member.layout)
             leave = lambda _: buffers.leave_part(number, OwnState.of(own))  # noqa: E731
-        metrics = WorkerMetrics(sink, assignment.replica, spans.recorder, 0, member.run.per_step)
+        metrics = WorkerMetrics(sink, gang.replica, spans.recorder, 0, member.run.per_step)
         follower = member.follower(pipe, metrics, leave)
         pipe.send("ready")
         try:
@@ -269,4 +233,5 @@ def follow(job: Job, assignment: ReplicaAssignment, *, number: int) -> Finished:
             metrics.close()
         moved = 2 * member.parameter_bytes * follower.step + member.sent_bytes
         figures = sink.newest._replace(payload_bytes=sink.newest.payload_bytes + moved)
-        return Finished(spans.read(), messages.Measured(figures, list(sink.step_times), member.parameter_bytes))
+        measured = messages.WorkerMeasurements(figures, list(sink.step_times), member.parameter_bytes)
+        return messages.Ended(None, spans.read(), measured)

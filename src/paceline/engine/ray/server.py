@@ -72,7 +72,7 @@ class ServerRun:
         state.executor.before_change = self._checkpointer.settle
         executor, host = state.executor, ray.util.get_node_ip_address()
         layout = executor.owner.state.layout
-        most, workers = own_bytes(state.context, layout), job.strategy.workers // job.strategy.replicas
+        most, workers = own_bytes(state.context, layout), job.strategy.mesh.per_replica
         self._listener = StreamListener(host, layout, self.push, executor.allocate, own_bytes=most, workers=workers)
         self._evaluation = RayEvaluation(job, state.queue, scorer, self._keep, run.fail)
         self._late = LateReplicas(job, state)

@@ -12,7 +12,8 @@ import ray
 
 from paceline.core.types import Seconds
 from paceline.engine.ray import messages
-from paceline.engine.ray.push_stream import PushBuffers, PushStream, StreamAddress
+from paceline.engine.ray.push_buffers import PushBuffers
+from paceline.engine.ray.push_stream import PushStream, StreamAddress
 
 # Streams to one server that a replica tries to make before it pushes by calls alone.
 MOST_STREAMS = 3

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
@@ -37,8 +37,10 @@ from paceline.replica.local_sgd import KeepsState
 from paceline.replica.module_utils import materialize
 from paceline.trace.recorder import AnyRecorder
 
+Memory = TypeVar("Memory", bound=GroupMemory)
 
-class GroupMember:
+
+class GroupMember(Generic[Memory]):
     """One worker with its part of the replica; all workers of the replica build theirs together.
 
     Args:
@@ -48,8 +50,8 @@ class GroupMember:
         recorder: of this worker's spans.
     """
 
-    def __init__(self, setup: RankSetup, place: Coordinate, memory: GroupMemory, recorder: AnyRecorder) -> None:
-        self.run, self.context, self.place, self._recorder = setup.run_context, setup.context, place, recorder
+    def __init__(self, setup: RankSetup, place: Coordinate, memory: Memory, recorder: AnyRecorder) -> None:
+        self.run, self.context, self.memory = setup.run_context, setup.context, memory
         run, strategy = self.run, setup.run_context.job.strategy
         self._staged = len(strategy.mesh.stage_workers) > 1
         ranks = PipelineRank(setup) if strategy.pipelined else TensorParallelRank(setup)
@@ -90,9 +92,9 @@ def open_member(
     place: Coordinate,
     path: str,
     kept: Mapping[str, Any],
-    memory: Callable[[RunContext, FlatLayout], GroupMemory],
+    memory: Callable[[RunContext, FlatLayout], Memory],
     recorder: AnyRecorder,
-) -> Iterator[GroupMember]:
+) -> Iterator[GroupMember[Memory]]:
     """Context manager: a worker of a replica, whose workers are all on this host and enter it together.
 
     Args:

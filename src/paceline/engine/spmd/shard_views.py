@@ -87,9 +87,7 @@ class PartChunks:
 
     def of(self, state: FlatState) -> list[TensorChunk]:
         """Return the chunks of a part of A."""
-        entries = (entry for block in (*state.layout.parameters, *state.layout.buffers) for entry in block.entries)
-        named = zip(entries, (*state.views.parameters, *state.views.buffers), strict=True)
-        return [chunk for entry, view in named for chunk in self("", entry, view)]
+        return [chunk for entry, view in state.entries() for chunk in self("", entry, view)]
 
     def __call__(self, prefix: str, entry: TensorEntry, tensor: Tensor) -> Iterable[TensorChunk]:
         """Yield the chunks of a tensor of the shape of a parameter's part."""

@@ -1,0 +1,93 @@
+"""The memory of one replica's pushes, which other workers of it, and a server on its host, map."""
+
+import numpy as np
+import torch
+
+from paceline.comm.shared_memory import Arena
+from paceline.comm.shm.region import TOKEN_BYTES
+from paceline.comm.shm.rendezvous import SegmentAddress, address_of, create_segment
+from paceline.core.errors import PacelineError
+from paceline.core.types import Clock
+from paceline.engine.own_states import OwnBuffers, OwnState
+from paceline.engine.ray.messages import Bytes, RayCompletion, arrays_of
+from paceline.replica.flat_state import FlatLayout, FlatState
+
+
+class PushBuffers:
+    """The memory in which a replica writes Δ and what it keeps, and in which it reads A.
+
+    What it keeps is in one buffer after even attempts and in another after odd ones: so the newest that the server has
+    been told of is whole, also where the replica dies while it writes the other one. Of a replica of several workers,
+    all but the first have a buffer for their part of it besides.
+
+    Args:
+        layout: of A.
+        own_bytes: address space of each of these buffers.
+        workers: of the replica.
+        address: where another process finds the memory; None: this one creates it.
+
+    Raises:
+        PacelineError: there is not so much, or other memory at the address.
+        OSError: there is none at the address.
+    """
+
+    def __init__(
+        self, layout: FlatLayout, address: SegmentAddress | None = None, *, own_bytes: int = 0, workers: int = 1
+    ) -> None:
+        arena = Arena()
+        arena.add("token", (TOKEN_BYTES,), torch.uint8)
+        blocks = [*layout.parameters, *layout.buffers]
+        for name in ("delta", "sent"):
+            for i, block in enumerate(blocks):
+                arena.add(f"{name} {i}", (block.elements,), block.dtype)
+        arena.add("version", (), torch.int64)
+        touched = arena.size_bytes
+        own_begin = arena.add("own", ((workers + 1) * own_bytes,), torch.uint8)
+        if address is None:
+            self._segment = create_segment("push", arena.size_bytes, reserved_bytes=touched)
+        elif address.size_bytes == arena.size_bytes:
+            self._segment = address.open()
+        else:
+            raise PacelineError(f"Δ and A have {arena.size_bytes} bytes, and {address.size_bytes} were offered")
+
+        def state(name: str) -> FlatState:
+            vectors = [arena.tensor(self._segment, f"{name} {i}") for i in range(len(blocks))]
+            return FlatState(layout, vectors[: len(layout.parameters)], vectors[len(layout.parameters) :])
+
+        self.delta, self.sent = state("delta"), state("sent")
+        """Δ; the A that was sent last."""
+        self.version = arena.tensor(self._segment, "version")
+        """Of that A, where other workers of the replica read it."""
+        self.delta_arrays, self.sent_arrays = arrays_of(self.delta), arrays_of(self.sent)
+        self._own = OwnBuffers(self._segment, own_begin, own_bytes)
+
+    def arrays(self, completion: RayCompletion) -> list[Bytes]:
+        """Return Δ, and, if it is told of, what the replica keeps after this attempt."""
+        attempt, size = completion.attempt, completion.own_bytes
+        own = [np.frombuffer(self._own.view(attempt % 2, size), np.uint8)] if size else []
+        return [*self.delta_arrays, *own]
+
+    def leave(self, attempt: Clock, own: OwnState | None) -> int:
+        """Write what the replica keeps after an attempt, if anything; return how many bytes, or 0 where it is not."""
+        return self._own.write(attempt % 2, own)
+
+    def kept(self, attempt: Clock) -> OwnState | None:
+        """Return what the replica has left of what it kept after an attempt."""
+        return self._own.read(attempt % 2)
+
+    def leave_part(self, worker: int, own: OwnState | None) -> None:
+        """Write what a worker but the first keeps, if anything."""
+        self._own.write(worker + 1, own)
+
+    def part(self, worker: int) -> OwnState | None:
+        """Return what a worker but the first has left; None: nothing."""
+        return self._own.read(worker + 1)
+
+    @property
+    def address(self) -> SegmentAddress:
+        """Where another process finds it."""
+        return address_of(self._segment)
+
+    def close(self) -> None:
+        """Release it; it goes with the last array."""
+        self._segment.close()
