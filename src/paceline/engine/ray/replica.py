@@ -59,7 +59,7 @@ class ReplicaActor(messages.Actor):
         server: Any,
         node: str,
         versions: Mapping[str, str],
-        number: int,
+        number: int = 0,
     ) -> messages.Ended:
         """Be a replica, or one of its workers, to the end of a run, whose server is on a node with these versions."""
         self._cancel = cancel = CancelFlag(assignment.run)
