@@ -133,8 +133,6 @@ def _named(place: Coordinate, context: RankContext) -> Iterator[None]:
     """Context manager: errors name this worker; those that follow from the exit of another one say so."""
     try:
         yield
-    except PeerExited:
-        raise
     except Exception as error:
         if context.registry.first_exited() is not None:
             raise PeerExited(str(error)) from error

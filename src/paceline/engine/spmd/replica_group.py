@@ -33,8 +33,8 @@ from paceline.replica.flat_state import FlatState
 Leave: TypeAlias = Callable[[Clock], None]
 
 
-class PeerExited(Exception):  # noqa: N818 (main reports which worker failed)
-    """Another worker of this replica has exited."""
+class PeerExited(BaseException):
+    """Another worker of this replica has exited: no failure of this one, and nothing that handles failures meets it."""
 
 
 class AdoptCommand(NamedTuple):
