@@ -89,6 +89,8 @@ class Strategy:
             ``top-k:ratio=0.01``.
         shard_optimizer: whether each worker keeps a part of the optimizer's state; None: if that saves time or memory.
         shard_parameters: whether each worker keeps a part of the parameters.
+        servers: n, the processes that have a slice of A and of the optimizer's state each, on engines whose workers
+            share no memory; None: as many as hosts.
         standby: copies of A and of all that its server knows, in a process of their own that takes over if the server's
             dies: 0 or 1.
 
@@ -120,6 +122,7 @@ class Strategy:
     compression: str = "none"
     shard_optimizer: bool | None = None
     shard_parameters: bool = False
+    servers: int | None = None
     standby: int = 0
     least_replicas: int | None = None
 
@@ -128,7 +131,15 @@ class Strategy:
             least, most = _bounds(self.replicas)
             object.__setattr__(self, "replicas", most)
             object.__setattr__(self, "least_replicas", least)
-        for name in ("replicas", "least_replicas", "accumulate", "micro_batches", "stage_memory_bytes", "threads"):
+        for name in (
+            "replicas",
+            "least_replicas",
+            "accumulate",
+            "micro_batches",
+            "stage_memory_bytes",
+            "threads",
+            "servers",
+        ):
             if getattr(self, name) is not None or _DEFAULTS[name] is not None:
                 check_int(name, getattr(self, name), least=1)
         if self.least_replicas is not None and self.least_replicas > self.replicas:

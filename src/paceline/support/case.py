@@ -23,6 +23,7 @@ Feature: TypeAlias = Literal[
     "noise_scale",
     "virtual-time",
     "on_death",  # replicas whose death the run survives
+    "servers",  # A in slices, each with a server of its own
     "standby",  # a second copy of A, for the death of the server
     "elastic",  # replicas that come and go while the run lasts
     "no-server",  # A is with the replicas alone
@@ -45,7 +46,7 @@ ENGINE_FEATURES: Mapping[str, frozenset[Feature]] = {
 # Fields of a case that a strategy has under the same names.
 _SAME = (
     *("replicas", "pipelined", "accumulate", "device", "compression", "shard_optimizer", "shard_parameters"),
-    *("elastic", "partition", "standby"),
+    *("elastic", "partition", "servers", "standby"),
 )
 
 
@@ -82,6 +83,7 @@ class Case:
     compression: str = "none"
     shard_optimizer: bool | None = None
     shard_parameters: bool = False
+    servers: int | None = None
     standby: int = 0
     elastic: bool = False
     partition: str = "global"

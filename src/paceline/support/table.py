@@ -119,6 +119,12 @@ TABLE: tuple[Row, ...] = (
     _unsupported("compression"),
     _unsupported("shard_parameters"),
     _unsupported("shard_optimizer"),
+    Row(
+        lambda c: (c.servers or 1) > 1 and "servers" not in c.features,
+        "servers={s.servers}: under engine={engine} A is not divided among servers; write servers=1, or "
+        "engine={engines}",
+        "servers",
+    ),
     _unsupported("standby"),
     Row(
         lambda c: c.accumulate > 1 and not isinstance(c.policy.delta, Gradient),
