@@ -61,9 +61,10 @@ class ServerClient:
         """How many of the present server's sentences the user was told."""
 
     def open(self, replicas: list[Any]) -> None:
-        """Begin the run at the server, and at its standby."""
+        """Begin the run at the servers, and at the standby."""
         actors = self._actors
-        self._result(actors.server.open.remote(self._number, self._job_parts, replicas, actors.scorer))
+        parts = self._number, self._job_parts, replicas, actors.scorer, actors.others
+        self._result(actors.server.open.remote(*parts))
         actors.scorer.open.remote(self._job_parts)
         if self._job.strategy.standby:
             self._result(actors.standby.prepare.remote(self._job_parts))
@@ -89,6 +90,16 @@ class ServerClient:
             except StandbyLostError as error:
                 self._drop(error)
             ref = self.begin(method, *args)
+
+    def check(self) -> None:
+        """Raise WorkerError if a server was lost, and no standby takes over."""
+        self.call("clock")
+        for number, other in enumerate(self._actors.others, 1):
+            try:
+                self._result(other.ask.remote("clock"))
+            except _ServerLostError as error:
+                reason = exit_reason(error)
+                raise WorkerError(f"server {number} died, and its slice of A with it: {reason}") from error
 
     def recover(self, error: BaseException) -> None:
         """Have the standby take over.
@@ -155,7 +166,8 @@ class ServerClient:
         """Give up a standby that is starting; return the actors that the run was open at."""
         if self._coming is not None:
             self._abandon(self._coming[0])
-        return [a for a in (self._actors.server, self._actors.standby, self._actors.scorer) if a is not None]
+        actors = self._actors
+        return [a for a in (actors.server, *actors.others, actors.standby, actors.scorer) if a is not None]
 
     def _name(self, role: str, actor: Any) -> None:
         """Write down which process has a role now."""
