@@ -172,12 +172,13 @@ class ActorPool:
         self.drop(list(failed.values()))
 
     def _spread_servers(self, others: int) -> None:
-        """Have so many other servers, on the nodes after this one in turn."""
+        """Have so many other servers, on this node and those with higher addresses in turn."""
         self.drop(self.others[others:])
         own = ray.get_runtime_context().get_node_id()
-        nodes = sorted(n["NodeID"] for n in ray.nodes() if n["Alive"] and n["NodeID"] != own)
-        for number in range(len(self.others), others):
-            node = [own, *nodes][(number + 1) % (1 + len(nodes))]
+        nodes = sorted((n["NodeManagerAddress"], n["NodeID"]) for n in ray.nodes() if n["Alive"])
+        in_turn = [node for _, node in nodes]
+        for number in range(len(self.others) + 1, others + 1):
+            node = in_turn[(in_turn.index(own) + number) % len(in_turn)]
             self.others.append(new_server(NodeAffinitySchedulingStrategy(node, soft=False)))
 
     def _new_replica(self) -> Any:
