@@ -79,7 +79,10 @@ class OtherServers:
                     raise OSError("it can't listen")
                 events, words = wire.connect(address, {"first": "events"}), wire.connect(address, {"first": "staged"})
             except (OSError, EOFError) as error:
-                raise ServerLostError(f"server {number} can't be reached by the first: {error}") from error
+                raise ServerLostError(
+                    f"server {number} can't be reached by the first: {error}; write servers=1, or let the cluster's "
+                    "nodes connect to each other"
+                ) from error
             events.settimeout(self._timeout_s)
             words.setblocking(False)
             self._events.append(events)

@@ -40,6 +40,9 @@ from paceline.trace.spans import Span
 # Time in which actors may finish when a run is over, so that the next run can use them again.
 GRACE_S: Seconds = 5.0
 
+# Parameters of a slice of A from which on a server on another host is worth its messages (benchmarks/hosts).
+LEAST_SLICE_BYTES = 4 << 20
+
 # Period at which main looks for nodes that came or went, where replicas do so, too.
 ROOM_S: Seconds = 2.0
 
@@ -90,7 +93,8 @@ class RayRun:
         self._requests = ScaleRequests(job.out, job.strategy)
         self._room = fitting(job.strategy, cluster.cores())
         """How many replicas the cluster has had room for."""
-        self._servers = 1 if job.strategy.standby else job.strategy.servers or cluster.hosts
+        usual = min(cluster.hosts, max(1, self._layout.parameter_bytes // LEAST_SLICE_BYTES))
+        self._servers = 1 if job.strategy.standby else job.strategy.servers or usual
         self._looked_s = self._measured_s = 0.0
         """When main last looked for requests; and for nodes that came or went."""
 
