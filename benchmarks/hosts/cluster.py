@@ -42,7 +42,9 @@ def cluster(names: Sequence[str], cores: Sequence[int]) -> Iterator[dict[str, st
                 *(f"--object-store-memory={STORE_BYTES}", "--disable-usage-stats", "--block"),
             ]
             log = closing.enter_context((Path(folder) / f"node-{i}.log").open("w"))
-            process = subprocess.Popen(in_host(name, str(ray), "start", *words), stdout=log, stderr=log, env=environment)
+            process = subprocess.Popen(
+                in_host(name, str(ray), "start", *words), stdout=log, stderr=log, env=environment
+            )
             closing.callback(_end, process)
             _wait_until_started(process, Path(log.name))
         yield environment

@@ -199,9 +199,12 @@ class RayRun:
                 server.call("interrupt")
             if self._status_request is None:
                 self._status_request, self._requested_s = server.begin("stand"), time.monotonic()
-            ready, _ = ray.wait([self._status_request, *self._running, *self._places], timeout=GLANCE_S)
+            waited = [self._status_request, *self._running, *self._places, *server.watches]
+            ready, _ = ray.wait(waited, timeout=GLANCE_S)
             for ref in ready:
-                if ref == self._status_request:
+                if ref in server.watches:
+                    server.check()
+                elif ref == self._status_request:
                     self._take_status(ref)
                 elif ref in self._places:
                     self._place(*self._places.pop(ref), ref)

@@ -55,6 +55,8 @@ class ServerClient:
         """A new standby's actor, and the reference of what is awaited of it."""
         self._coming_attached = False
         self._left = MOST_STANDBYS if job.strategy.standby else 0
+        self.watches: list[Any] = []
+        """For each other server a call that returns when the run ends, or fails when that server is lost."""
         self.taken_over: list[str] = []
         """A sentence for each server that was lost."""
         self.told = 0
@@ -65,6 +67,7 @@ class ServerClient:
         actors = self._actors
         parts = self._number, self._job_parts, replicas, actors.scorer, actors.others
         self._result(actors.server.open.remote(*parts))
+        self.watches = [other.ask.remote("ended") for other in actors.others]
         actors.scorer.open.remote(self._job_parts)
         if self._job.strategy.standby:
             self._result(actors.standby.prepare.remote(self._job_parts))
@@ -94,10 +97,12 @@ class ServerClient:
     def check(self) -> None:
         """Raise WorkerError if a server was lost, and no standby takes over."""
         self.call("clock")
-        for number, other in enumerate(self._actors.others, 1):
+        for number, watch in enumerate(self.watches, 1):
             try:
-                self._result(other.ask.remote("clock"))
-            except _ServerLostError as error:
+                ray.get(watch, timeout=0)
+            except ray.exceptions.GetTimeoutError:
+                continue
+            except ray.exceptions.RayError as error:
                 reason = exit_reason(error)
                 raise WorkerError(f"server {number} died, and its slice of A with it: {reason}") from error
 

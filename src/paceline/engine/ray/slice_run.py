@@ -8,7 +8,7 @@ from typing import Any
 import ray
 
 from paceline.core.errors import PacelineError
-from paceline.core.types import Clock, Nanoseconds, ReplicaId
+from paceline.core.types import Clock, ReplicaId
 from paceline.engine.base import Job
 from paceline.engine.ray import messages
 from paceline.engine.ray.executor import ServerShare
@@ -50,6 +50,7 @@ class SliceRun:
         self._failure = ""
         """Of the newest event that has failed."""
         self._tasks = BackgroundTasks()
+        self._over = asyncio.Event()
 
     async def _serve(self, connection: socket.socket, hello: Any) -> None:
         if "first" in hello:
@@ -83,9 +84,9 @@ class SliceRun:
 
     # ------------------------------------------------------------------------------------- calls of the first server
 
-    async def clock(self) -> Nanoseconds:
-        """Answer, if this process is there."""
-        return 0
+    async def ended(self) -> None:
+        """Return when the run ends; a call that fails before has lost its server."""
+        await self._over.wait()
 
     async def snapshot(self, after: int) -> list[messages.Bytes]:
         """Return the slice of the oldest A that is to be evaluated, after so many events."""
@@ -99,6 +100,7 @@ class SliceRun:
 
     def close(self) -> None:
         """End the run."""
+        self._over.set()
         self._listener.close()
         self._state.executor.spans.close()
 

@@ -25,6 +25,9 @@ from paceline.engine.ray.run_control import BackgroundTasks
 # Time in which a connection is made, or is not.
 CONNECT_S: Seconds = 10.0
 
+# Time after which a connection whose other host does not answer is broken: it is off, or its link is.
+SILENT_S = 15
+
 # Connections that are being made at a time; more are closed at once.
 MOST_OPENING = 256
 
@@ -92,7 +95,7 @@ class Listener:
     async def _accept(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, EOFError, TimeoutError, ValueError):
             connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _set_options(connection)
             self._opening += 1
             try:
                 hello = await asyncio.wait_for(self._proven(connection), CONNECT_S)
@@ -125,7 +128,7 @@ def connect(address: StreamAddress, hello: Any) -> socket.socket:
     """
     connection = socket.create_connection(address[:2], CONNECT_S)
     try:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _set_options(connection)
         theirs, nonce = read(connection, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
         connection.sendall(nonce + _mac(address.token, b"connects", theirs, nonce))
         answer = read(connection, _MAC_BYTES)
@@ -136,6 +139,20 @@ def connect(address: StreamAddress, hello: Any) -> socket.socket:
         connection.close()
         raise
     return connection
+
+
+def _set_options(connection: socket.socket) -> None:
+    """Send small messages at once, and break where the other host is silent."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    every_s, probes = 3, SILENT_S // 3 - 1
+    for option, value in (
+        (socket.TCP_NODELAY, 1),
+        (socket.TCP_KEEPIDLE, every_s),
+        (socket.TCP_KEEPINTVL, every_s),
+        (socket.TCP_KEEPCNT, probes),
+        (socket.TCP_USER_TIMEOUT, SILENT_S * 1000),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def json_bytes(value: Any) -> bytes:
