@@ -21,9 +21,6 @@ from paceline import launch
 from paceline.engine.ray.engine import RayEngine
 from paceline.replica.base import Batch
 
-FIRST_STEPS = 3
-"""Steps of each worker before those that count."""
-
 
 def stepping(worker: Any, *, folder: Path) -> None:
     """The loop of a replica whose Δ lies ready."""
@@ -37,7 +34,8 @@ def stepping(worker: Any, *, folder: Path) -> None:
 
 def paceline(said: argparse.Namespace) -> None:
     """Asynchronous replicas of Paceline."""
-    strategy = f"replicas={said.workers} servers={said.servers} threads=1 aggregation=asynchronous"
+    sizes = f"replicas={said.workers} servers={said.servers} compression={said.compression}"
+    strategy = f"{sizes} threads=1 aggregation=asynchronous"
     settings: dict[str, Any] = {"seconds": said.seconds, "evaluate_every": 1e6, "progress": False, "timeout_s": 120.0}
     loop = functools.partial(stepping, folder=said.folder)
     with RayEngine(said.address) as engine:
@@ -79,6 +77,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     for name in ("workers", "servers", "parameters"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--compression", default="none")
     parser.add_argument("--seconds", type=float, required=True)
     said = parser.parse_args()
     SIDES[said.side](said)

@@ -13,22 +13,30 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cluster import ADDRESS, cluster, in_host
-from driver import FIRST_STEPS
 from kit.hosts import address, hosts, why_not
-from kit.machine import machine
-from kit.sheet import Sheet
+from kit.machine import described, machine
+from kit.sheet import Row, Sheet
+from kit.words import grid
 
 HERE = Path(__file__).parent
 INSIDE = "PACELINE_HOSTS_INSIDE"
+"""Environment variable: this process is in a namespace of processes of its own."""
 
-KEYS = ("side", "mbit", "hosts", "apart", "workers", "servers", "parameters", "round")
+FIRST_STEPS = 2
+"""Steps of each worker before those that count."""
+
+KEYS = ("side", "mbit", "hosts", "apart", "workers", "servers", "parameters", "round", "compression")
+
+SIZES, SERVERS, COMPRESSIONS = (22_000, 1_000_000, 25_000_000), (1, 2, 4), ("fp16", "top-k:ratio=0.01")
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,7 @@ class Case:
         servers: of A.
         parameters: of A.
         round: number of the repetition.
+        compression: of what is pushed.
     """
 
     side: str
@@ -54,11 +63,12 @@ class Case:
     servers: int
     parameters: int
     round: int
+    compression: str = "none"
 
     @property
     def seconds(self) -> float:
         """How long to measure."""
-        return 30.0 if self.parameters > 10**7 else 8.0
+        return 30.0 if self.parameters > 10**6 else 8.0
 
 
 def measured(case: Case) -> dict[str, float]:
@@ -68,10 +78,12 @@ def measured(case: Case) -> dict[str, float]:
             return on_links(case, names)
         busy = case.hosts // 2 if case.apart else 0
         cores = [0] * busy + [2] * (case.hosts - busy)
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent / "parameter_server")])  # of all actors
         with cluster(names, cores) as environment, tempfile.TemporaryDirectory() as folder:
             words = [sys.executable, str(HERE / "driver.py"), case.side, "--address", ADDRESS, "--folder", folder]
             words += ["--workers", str(case.workers), "--servers", str(case.servers)]
             words += ["--parameters", str(case.parameters), "--seconds", str(case.seconds)]
+            words += ["--compression", case.compression]
             process = subprocess.Popen(in_host(names[0], *words), env=environment)
             samples = list[tuple[float, int]]()
             while process.poll() is None:
@@ -125,14 +137,82 @@ def cases(rounds: int) -> list[Case]:
     """Return all rows, a round of all before the next."""
     found = list[Case]()
     for number in range(rounds):
-        for mbit in (1000,):
-            found.append(Case("sockets", mbit, 4, False, 4, 0, 0, number))
-            for parameters in (22_000, 1_000_000, 25_000_000):
-                for workers in (2, 4, 8):
-                    found += [Case("paceline", mbit, 4, False, workers, s, parameters, number) for s in (1, 2, 4)]
-                    found.append(Case("ray", mbit, 4, False, workers, 1, parameters, number))
-                found.append(Case("gloo", mbit, 4, False, 4, 0, parameters, number))
+        for parameters in SIZES:
+            together = {"mbit": 1000, "hosts": 4, "apart": False, "parameters": parameters, "round": number}
+            found += [Case("paceline", workers=4, servers=servers, **together) for servers in SERVERS]
+            found += [Case("paceline", workers=4, servers=4, compression=text, **together) for text in COMPRESSIONS]
+            found += [Case("ray", workers=4, servers=1, **together), Case("gloo", workers=4, servers=0, **together)]
+        apart = {"mbit": 200, "hosts": 8, "apart": True, "parameters": 5_000_000, "round": number}
+        found += [Case("paceline", workers=8, servers=servers, **apart) for servers in SERVERS]
+        found.append(Case("ray", workers=8, servers=1, **apart))
+        found += [Case("sockets", mbit, hosts, False, hosts, 0, 0, number) for mbit, hosts in ((1000, 4), (200, 8))]
     return found
+
+
+def page(sheet: Sheet, folder: Path) -> None:
+    """Write README.md from the rows."""
+    tables = list[str]()
+    raw = {k: median(float(r["sent_bytes_per_s"]) for r in rows) for k, rows in grouped(sheet, "sockets").items()}
+    for title, key in TITLES.items():
+        rows = list[tuple[object, ...]]()
+        for (side, parameters, workers, servers, compression), found in rows_of(sheet, key).items():
+            rate, sent, each = (median(float(row[name]) for row in found) for name in FIGURES)
+            name = side if compression == "none" else f"{side}, {compression}"
+            carried = f"{sent / raw[key]:.2f}" if key in raw else ""
+            mb = f"{each / 1e6:.3g}"
+            rows.append(
+                (name, parameters, workers, servers, f"{rate:.3g}", mb, f"{sent / 1e6:.0f}", carried, len(found))
+            )
+        if rows:
+            tables.append(f"## {title}\n\n{grid(HEAD, rows)}")
+    where = f"Machine: {described(sheet.rows)}."
+    (folder / "README.md").write_text("\n\n".join([TEXT, *tables, where]) + "\n", encoding="utf-8")
+
+
+def grouped(sheet: Sheet, side: str) -> dict[tuple[str, str, str], list[Row]]:
+    """Return the rows of a side by rate of the links, hosts, and whether workers are apart."""
+    found = defaultdict[tuple[str, str, str], list[Row]](list)
+    for row in sheet.rows:
+        if row["side"] == side:
+            apart = str(int(row["hosts"]) == 8)
+            found[row["mbit"], row["hosts"], apart].append(row)
+    return found
+
+
+def rows_of(sheet: Sheet, key: tuple[str, str, str]) -> dict[tuple[str, ...], list[Row]]:
+    """Return the rows of one table, by what they differ in."""
+    found = defaultdict[tuple[str, ...], list[Row]](list)
+    for row in sheet.rows:
+        if row["side"] != "sockets" and (row["mbit"], row["hosts"], row["apart"]) == key:
+            found[tuple(row[name] for name in DIFFER)].append(row)
+    return found
+
+
+TEXT = """# Servers on several hosts
+
+Asynchronous replicas that compute nothing, so that what carries Δ and A alone is measured. Hosts are network
+namespaces, each with a node of Ray and a link that `tc tbf` limits in both directions; a bridge joins them. All of them
+share this machine's cores, which also move every byte of every link.
+
+    python benchmarks/hosts/measure.py            # needs root
+    python benchmarks/hosts/measure.py --page
+
+`ray` is Ray's own pattern, one actor that answers each push with A by the object store; `gloo` is an all-reduce of
+all ranks' gradients in lockstep, of which each round applies as many. A worker on a server's own host shares its
+memory, and with one server makes most updates by itself; where workers are apart none does. Bytes are those that all
+hosts have sent, by their interfaces (Gloo: by the ring's formula); of raw sockets: beside what these sent in a ring
+over the same links, all at the same time. Medians of the rounds."""
+
+HEAD = (
+    *("", "parameters", "workers", "servers", "Δs applied a second", "MB sent for each"),
+    *("MB/s on all links", "of raw sockets", "rounds"),
+)
+DIFFER = ("side", "parameters", "workers", "servers", "compression")
+FIGURES = ("updates_per_s", "sent_bytes_per_s", "sent_bytes_per_update")
+TITLES = {
+    "Four hosts of 1 Gbit/s, a worker on each": ("1000", "4", "False"),
+    "Workers apart: four hosts for servers, two workers on each of four others, 200 Mbit/s": ("200", "8", "True"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -157,6 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if sheet.find(*astuple(case)) is None and named.items() >= only.items():
             print(case, flush=True)
             sheet.put({**named, **measured(case), **machine()})
+    page(sheet, said.out)
 
 
 if __name__ == "__main__":
