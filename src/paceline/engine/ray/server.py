@@ -37,7 +37,7 @@ from paceline.core.types import Clock, Nanoseconds, ReplicaId, Seconds
 from paceline.engine.base import Job, Progress
 from paceline.engine.checkpointing import Checkpointer, Snapshot
 from paceline.engine.loop import TICK_S
-from paceline.engine.own_states import own_bytes
+from paceline.engine.own_states import keeps_own_state, own_bytes
 from paceline.engine.ray import messages
 from paceline.engine.ray.evaluation_actor import RayEvaluation
 from paceline.engine.ray.event_log import EventLog
@@ -256,7 +256,10 @@ class ServerRun:
             for r, record in enumerate(state.records)
             if r in state.members
         ]
+        if not keeps_own_state(state.context):  # the server has the only optimizer
+            workers = [replace(row, optimizer_bytes=0) for row in workers]
         notes: dict[str, str | int | float] = {"threads": threads(self._job.strategy), **self._checkpointer.notes()}
+        notes["server_optimizer_bytes"] = state.executor.owner.flat_optimizer.nbytes
         notes |= state.notes | self._late.pace.notes()
         account = loop.history.account(
             state.seconds, workers, loop.exits, notes, interrupted=signal is not None, signal=signal
