@@ -15,12 +15,13 @@ from paceline.support import ENGINE_FEATURES, Case
 from paceline.support.table import TABLE, Row
 
 CASES = [
-    ("ray", "shards=2", {}),
+    ("new", "shards=2", {"features": frozenset()}),
     ("local", "shard_rules=head:whole", {}),
-    ("ray", "stages=2", {}),
+    ("new", "stages=2", {"features": frozenset()}),
     ("local", "replicas=2 compression=fp16", {}),
     ("local", "replicas=2 shard_parameters=true", {}),
     ("local", "replicas=2 shard_optimizer=true", {}),
+    ("local", "replicas=2 servers=2", {}),
     ("local", "replicas=2 standby=1", {}),
     ("local", "replicas=2 accumulate=2 aggregation=local-steps:period=4", {}),
     ("local", "replicas=2", {"times": True}),
@@ -47,10 +48,10 @@ CASES = [
     ("distributed", "replicas=2 shard_parameters=true", {"noise_scale": True}),
     ("distributed", "replicas=2 compression=fp16", {"noise_scale": True}),
     ("distributed", "stages=2 schedule=pipedream", {"noise_scale": True}),
-    ("virtual", "replicas=2 aggregation=hogwild", {}),
-    ("ray", "replicas=2 aggregation=hogwild", {}),
     ("local", "shards=2 aggregation=hogwild", {}),
     ("local", "stages=2 aggregation=hogwild", {}),
+    ("virtual", "replicas=2 aggregation=hogwild", {}),
+    ("ray", "replicas=2 aggregation=hogwild", {}),
     ("local", "replicas=2 aggregation=hogwild device=cuda", {}),
     ("distributed", "shards=2 compression=fp16", {}),
     ("distributed", "shards=2 shard_parameters=true", {}),
@@ -85,6 +86,7 @@ CASES = [
     ("local", "stages=2 shard_optimizer=true", {}),
     ("virtual", "replicas=2 device=cuda", {}),
     ("local", "replicas=2 stages=2 aggregation=asynchronous device=cuda", {}),
+    ("ray", "replicas=2 stages=2 device=cuda", {}),
     ("distributed", "replicas=2 compression=fp16 device=cuda", {}),
     ("distributed", "replicas=2 compression=fp16 aggregation=local-steps:overlap=2", {}),
 ]
@@ -137,6 +139,7 @@ FEATURES = {
     "`shard_parameters` (FSDP2)": "replicas=2 shard_parameters=true",
     "`standby` (of the server)": "replicas=2 standby=1",
     "`device=cuda`": "replicas=2 device=cuda",
+    "`stages` on `device=cuda`": "replicas=2 stages=2 device=cuda",
     "`noise_scale=True`": "replicas=2",
     "`replicas=2..8`": "replicas=2..8",
 }

@@ -2,9 +2,10 @@
 
 import functools
 import os
+import secrets
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from torch.optim import SGD, Adam
 
 from paceline import Run, WorkerError, train
 from paceline.core.mesh import Coordinate
-from paceline.engine.ray.engine import RayEngine
 from tests import oracle
 from tests.engine import programs
 from tests.engine.local import test_on_death
@@ -33,18 +33,18 @@ STEPS = 6
 
 
 @pytest.fixture(autouse=True)
-def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table of what runs where has these to come."""
-    monkeypatch.setattr(RayEngine, "features", RayEngine.features | {"stages", "shards"})
-
-
-@pytest.fixture(autouse=True)
-def folders() -> Any:
+def folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No folder in which workers have met is left."""
-    before = {path.name for path in Path(tempfile.gettempdir()).glob("paceline-*")}
+    tokens, token_hex = list[str](), secrets.token_hex
+
+    def noted(size: int) -> str:
+        tokens.append(token_hex(size))
+        return tokens[-1]
+
+    monkeypatch.setattr("paceline.engine.ray.ray_run.secrets.token_hex", noted)
     yield
-    left = {path.name for path in Path(tempfile.gettempdir()).glob("paceline-*")} - before
-    assert not {name for name in left if len(name) == len("paceline-") + 32}
+    assert tokens
+    assert not [token for token in tokens if (Path(tempfile.gettempdir()) / f"paceline-{token}").exists()]
 
 
 @pytest.mark.parametrize("team", TEAMS)
