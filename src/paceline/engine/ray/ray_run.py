@@ -120,8 +120,6 @@ class RayRun:
                 self._server.begin("interrupt")
             actors.settle({ref: actors.replicas[part.replica] for ref, (part, _) in self._running.items()}, grace_s)
             actors.drop(self._dead)
-            if self._job.strategy.spread:  # they are a process group of this run
-                actors.drop([*actors.replicas])
             actors.settle({actor.close.remote(): actor for actor in self._server.close()}, grace_s)
         model = write(self._module, messages.state_of(self._layout, result.state))
         spans = training_spans([*self._spans, *result.spans], result.began_ns) if self._job.trace else []
