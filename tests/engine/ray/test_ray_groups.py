@@ -1,6 +1,7 @@
 """Replicas of several workers on Ray compute what one process computes, and live and die as a whole."""
 
 import functools
+import json
 import os
 import secrets
 import signal
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 from torch.optim import SGD, Adam
 
-from paceline import Run, WorkerError, train
+from paceline import Run, Strategy, WorkerError, train
 from paceline.core.mesh import Coordinate
 from tests import oracle
 from tests.engine import programs
@@ -47,14 +48,28 @@ def folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not [token for token in tokens if (Path(tempfile.gettempdir()) / f"paceline-{token}").exists()]
 
 
+def reading(worker: Any, *, folder: Path) -> None:
+    """The plain loop, in which the first replica keeps a copy of the run's list of workers."""
+    for batch in worker.batches():
+        worker.step(batch)
+        if worker.replica == 0:
+            (folder / "seen.json").write_bytes((folder / "run" / "workers.json").read_bytes())
+
+
 @pytest.mark.parametrize("team", TEAMS)
-def test_in_lockstep_they_are_one_process(on_ray: OnRay, team: str) -> None:
+def test_in_lockstep_they_are_one_process(on_ray: OnRay, tmp_path: Path, team: str) -> None:
+    """The run's folder says of each worker which process on which node it is."""
     program = programs.program(optimizer=functools.partial(SGD, lr=0.1, momentum=0.9), clip_norm=0.05)
-    run = on_ray(program, f"replicas=2 {team}", steps=STEPS)
+    loop, strategy = functools.partial(reading, folder=tmp_path), Strategy.parse(f"replicas=2 {team}")
+    run = on_ray(program, strategy, steps=STEPS, loop=loop, out=tmp_path / "run")
     oracle.assert_same(run.model, oracle.one_process(program, 2, STEPS), ROUNDING)
     assert run.summary["updates"] == run.summary["steps"] == STEPS
-    workers = 2 * (3 if "[2,1]" in team else max(1, 2 ** (team.count("stages=2") + team.count("shards=2"))))
-    assert len(run.summary["utilisation"]) == len(run.summary["parameter_bytes"]) == workers
+    rows = [row for row in json.loads((tmp_path / "seen.json").read_text()) if row["role"] == "replica"]
+    places = [Coordinate(row["replica"], row["stage"], row["shard"]) for row in rows]
+    assert places == [strategy.mesh.coordinate(rank) for rank in range(strategy.workers)]
+    assert len({row["pid"] for row in rows}) == len(run.summary["utilisation"]) == strategy.workers
+    assert len({row["node"] for row in rows}) == 1
+    assert run.summary["optimizer_bytes"] == [0] * strategy.workers
 
 
 @pytest.mark.parametrize("team", ["stages=2 micro_batches=2", "shards=2"])
