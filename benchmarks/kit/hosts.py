@@ -6,8 +6,8 @@ import subprocess
 import uuid
 from collections.abc import Iterator
 
-LATENCY, BURST_BYTES = "50ms", 32_000
-"""Of what a link that is too slow holds back, and of what it may send at once."""
+LATENCY, BURST_BYTES, BURST_S = "50ms", 32_000, 1e-3
+"""Of what a link that is too slow holds back; what it may send at once, at least, and in seconds of its rate."""
 
 
 def address(host: int) -> str:
@@ -21,12 +21,13 @@ def why_not() -> str | None:
 
 
 @contextlib.contextmanager
-def hosts(count: int, mbit: float | None = None) -> Iterator[list[str]]:
+def hosts(count: int, mbit: float | None = None, *, both_ways: bool = False) -> Iterator[list[str]]:
     """Context manager: the names of so many namespaces, each with an interface ``eth0``.
 
     Args:
         count: of hosts.
         mbit: what each can send in a second, in Mbit; None: as much as it likes.
+        both_ways: whether each can receive no more than that, either.
     """
     key = uuid.uuid4().hex[:6]
     bridge, names = f"pl-{key}", [f"pl-{key}-{i}" for i in range(count)]
@@ -42,8 +43,11 @@ def hosts(count: int, mbit: float | None = None) -> Iterator[list[str]]:
             for interface in ("eth0", "lo"):
                 _ip("-n", name, "link", "set", interface, "up")
             if mbit is not None:
-                limit = ["rate", f"{mbit}mbit", "burst", str(BURST_BYTES), "latency", LATENCY]
-                _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", "tbf", *limit)
+                burst = max(BURST_BYTES, int(BURST_S * mbit * 1e6 / 8))
+                limit = ["root", "tbf", "rate", f"{mbit}mbit", "burst", str(burst), "latency", LATENCY]
+                _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", *limit)
+                if both_ways:
+                    _run("tc", "-n", bridge, "qdisc", "add", "dev", f"v{i}", *limit)
         yield names
     finally:
         for name in (bridge, *names):

@@ -14,6 +14,7 @@ import functools
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -95,6 +96,14 @@ class Worker:
         """Work until the window has closed; how many Δs were applied within it."""
         self._state = self._pull()
         return counted({"separate": self._separate, "merged": self._merged}[design], window)
+
+    def until(self, end_s: float) -> list[float]:
+        """Work until then, by the monotonic clock; return when each step ended."""
+        self._state, ended = self._pull(), list[float]()
+        while time.monotonic() < end_s:
+            self._merged()
+            ended.append(time.monotonic())
+        return ended
 
     def pushed(self) -> int:
         """How many Δs it has sent."""

@@ -100,7 +100,7 @@ class RunContext:
         held = Counter(arrival.replica for arrival in saved.held)
         slots = self.policy.slots(self.replicas)
         fits = all(replica < self.replicas and count <= slots for replica, count in held.items())
-        return fits and (self._has_held or not held or len(resume.deltas()) == len(saved.held))
+        return fits and (self._has_held or not held or len(resume.held) == len(saved.held))
 
     def dispatcher(self) -> BatchDispatcher:
         """Return what gives replicas their batches, from where the run begins."""

@@ -94,9 +94,14 @@ class RunState:
         return len(self.coordinator.positions)
 
 
+def delta_prefix(replica: ReplicaId, clock: Clock) -> str:
+    """Return what the names of the tensors of a Δ begin with that a policy holds."""
+    return f"{_DELTA}{replica}/{clock}/"
+
+
 def delta_chunks(delta: FlatState, replica: ReplicaId, clock: Clock) -> list[TensorChunk]:
-    """Return the chunks of a Δ that a policy holds."""
-    return whole_chunks(delta, f"{_DELTA}{replica}/{clock}/")
+    """Return the chunks of such a Δ."""
+    return whole_chunks(delta, delta_prefix(replica, clock))
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,7 @@ class ResumePoint:
         optimizer: the optimizer's scalars, options and scheduler.
         fingerprint: of the program that was trained.
         options: whether the optimizer's options are those of the checkpoint; False: the program's own.
+        held: names of the Δs that the policy held, as far as they are in the checkpoint.
     """
 
     folder: Path
@@ -116,6 +122,7 @@ class ResumePoint:
     optimizer: Mapping[str, Any]
     fingerprint: Mapping[str, str]
     options: bool = True
+    held: tuple[tuple[ReplicaId, Clock], ...] = ()
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "ResumePoint":
@@ -138,18 +145,12 @@ class ResumePoint:
             run = RunState.of_json(head["run"])
         except InputError as error:
             raise InputError(f"{checkpoint.folder} can't be gone on from: {error}") from error
-        return cls(checkpoint.folder, run, optimizer, fingerprint)
+        stored = {tuple(name.split("/")[1:3]) for name in checkpoint.names(_DELTA)}
+        names = [(arrival.replica, arrival.clock) for arrival in run.coordinator.held]
+        held = tuple((replica, clock) for replica, clock in names if (str(replica), str(clock)) in stored)
+        return cls(checkpoint.folder, run, optimizer, fingerprint, held=held)
 
     @property
     def checkpoint(self) -> Checkpoint:
         """Return the checkpoint, opened anew."""
         return Checkpoint.open(self.folder)
-
-    def deltas(self) -> list[tuple[ReplicaId, Clock]]:
-        """Return the names of the Δs that the policy held, as far as they are in the checkpoint.
-
-        An engine that restores them hands their names to :class:`~paceline.engine.loop.RunLoop`.
-        """
-        stored = {tuple(name.split("/")[1:3]) for name in self.checkpoint.names(_DELTA)}
-        names = [(arrival.replica, arrival.clock) for arrival in self.run.coordinator.held]
-        return [(replica, clock) for replica, clock in names if (str(replica), str(clock)) in stored]

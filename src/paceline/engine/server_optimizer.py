@@ -1,5 +1,6 @@
 """A and its update rule at a parameter server, and the statistics of Δs that policies ask for."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -12,17 +13,19 @@ from torch.optim import Optimizer
 from paceline.aggregation.base import NOTHING, Aggregation
 from paceline.aggregation.local_steps import LocalSteps, Outer
 from paceline.checkpoint.base import TensorChunk
-from paceline.checkpoint.reader import Checkpoint
+from paceline.checkpoint.reader import Checkpoint, TensorSource
 from paceline.core.delta import Change, Distance
 from paceline.core.types import Seconds, Version
+from paceline.engine.run_context import RunContext
 from paceline.engine.run_state import ResumePoint
 from paceline.program import Program
 from paceline.replica.flat_optimizer import FlatOptimizer
+from paceline.replica.flat_slices import FlatSlice, slices_of
 from paceline.replica.flat_state import FlatLayout, FlatState
-from paceline.replica.gradient_clipping import clip
+from paceline.replica.gradient_clipping import clip_by_square, square_norm
 from paceline.replica.noise_estimator import NoiseEstimator, Preconditioner
 from paceline.replica.optimizer_kernels import StepKernel
-from paceline.replica.optimizer_state import whole_chunks
+from paceline.replica.optimizer_state import describe_whole, whole_chunks
 from paceline.replica.own_parameters import fragments_of
 
 # Names of the last update begin so.
@@ -30,6 +33,9 @@ _LAST = "delta/last/"
 
 # Makes an optimizer, and a scheduler of it.
 UpdateRule: TypeAlias = tuple[Callable[..., Optimizer], Callable[[Optimizer], Any] | None]
+
+# Sums of numbers over all servers of A, each of which has a slice of it.
+Summed: TypeAlias = Callable[[list[float]], list[float]]
 
 # Δs and their weights.
 Weighted: TypeAlias = Sequence[tuple[FlatState, float]]
@@ -44,6 +50,12 @@ def update_rule(program: Program, policy: Aggregation[Any]) -> UpdateRule:
     return partial(torch.optim.SGD, **asdict(rule)), None
 
 
+def server_slices(context: RunContext, layout: FlatLayout, servers: int) -> list[FlatSlice]:
+    """Return the slices of A, of this layout, that so many servers have."""
+    make, _ = update_rule(context.job.program, context.policy)
+    return slices_of(layout, servers, make)
+
+
 class ServerOptimizer:
     """A and the optimizer that updates it.
 
@@ -54,9 +66,11 @@ class ServerOptimizer:
         program: gives optimizer, scheduler and clipping.
         policy: says what a Δ is: a gradient (an optimizer step on it), or a change (A moves by it, or an outer
             optimizer steps on its negative).
-        state: A.
+        state: A, or the slice of it that this server has.
         noise: observes what is applied; None: the noise scale is not measured.
         subtracts: whether a distance arrives as x, from which A is subtracted here.
+        part: that slice; None: all of A.
+        summed: returns the sums, over all servers, of numbers that each has of its slice.
     """
 
     def __init__(
@@ -67,21 +81,26 @@ class ServerOptimizer:
         noise: NoiseEstimator | None = None,
         *,
         subtracts: bool = True,
+        part: FlatSlice | None = None,
+        summed: Summed = list,
     ) -> None:
-        self.state = state
+        self.state, self.part, self.summed = state, part, summed
         self._distance = isinstance(policy.delta, Distance) and subtracts
         self._moves = isinstance(policy.delta, (Change, Distance))
         combined = state.layout.new()
         self.combined = combined.parameters
         """Σ weight·Δ of the last update, clipped, one vector for each dtype."""
         self.clip_norm = None if self._moves else program.clip_norm
-        self.flat_optimizer = FlatOptimizer(*update_rule(program, policy), state, combined)
+        make, schedule = update_rule(program, policy)
+        make = make if part is None else part.optimizer(make)
+        self._describe = describe_whole if part is None else part.describe
+        self.flat_optimizer = FlatOptimizer(make, schedule, state, combined)
         needs_sum = self._moves or self.clip_norm is not None or "agreement" in policy.needs
         self._direct = self.flat_optimizer.has_kernel and not needs_sum and not state.buffers
         self._noise = noise
         if noise is not None:
             noise.preconditioner = Preconditioner(self.flat_optimizer)
-        self._fragments = fragments_of(policy.delta, state.layout, state.layout)
+        self._fragments = fragments_of(policy.delta, state.layout if part is None else part.whole, state.layout)
         """Slices of A's vectors that are updated in turn; empty: all of A at once."""
         needs_all = "agreement" in policy.needs or noise is not None or bool(self._fragments)
         self.divisible = self.flat_optimizer.has_kernel and not self._distance and not needs_all
@@ -115,21 +134,39 @@ class ServerOptimizer:
             if self._noise is not None:
                 self._noise.combined(self.combined)
             if self.clip_norm is not None:
-                clip(self.combined, self.clip_norm)
+                [square] = self.summed([square_norm(self.combined)])
+                clip_by_square(self.combined, square, self.clip_norm)
             if self._moves:
                 torch._foreach_neg_(self.combined)
             self.flat_optimizer.step(self.combined, rate, destination, slices=slices)
         self.state = destination
 
+    def chunks_of(self, state: FlatState, prefix: str = "") -> list[TensorChunk]:
+        """Return the tensors of a state of this layout as a checkpoint names them."""
+        return whole_chunks(state, prefix) if self.part is None else self.part.chunks(state, prefix)
+
     def chunks(self) -> list[TensorChunk]:
         """Return A, and the vectors of the optimizer's state."""
-        return [*whole_chunks(self.state), *self.flat_optimizer.chunks()]
+        return [*self.chunks_of(self.state), *self.flat_optimizer.chunks(self._describe)]
+
+    def state_json(self) -> dict[str, Any]:
+        """Return what of the optimizer's state is no vector."""
+        return self.flat_optimizer.state_json(self._describe)
 
     def restore(self, resume: ResumePoint) -> None:
-        """Go on with the A and the optimizer of a checkpoint; A is read into its present vectors."""
-        checkpoint = resume.checkpoint
-        checkpoint.read_into(whole_chunks(self.state))
-        self.flat_optimizer.restore(resume.optimizer, checkpoint, options=resume.options)
+        """Go on with the A and the optimizer of a checkpoint."""
+        self.go_on_with(resume.optimizer, resume.checkpoint, options=resume.options)
+
+    def go_on_with(self, optimizer: Mapping[str, Any], source: TensorSource, *, options: bool = True) -> None:
+        """Go on with another A and its optimizer; A is read into the present vectors.
+
+        Args:
+            optimizer: what :meth:`state_json` has returned.
+            source: has the tensors.
+            options: whether the optimizer's options become those of then.
+        """
+        source.read_into(self.chunks_of(self.state))
+        self.flat_optimizer.restore(optimizer, source, self._describe, options=options)
 
     def divide(
         self, deltas: Weighted, rate: float, out: FlatState, execute: Callable[[StepKernel, Sequence[float]], None]
@@ -207,20 +244,26 @@ class DeltaStatistics:
         if not self._needs:
             return NOTHING
         statistics: dict[str, float] = {}
-        if "norm" in self._needs and delta is not None:
-            statistics["norm"] = _norm(delta.parameters)
-        if "agreement" in self._needs and delta is not None:
-            agreement = 0.0
-            if self._last is not None:  # the cosine of Δ and the last update
-                product = sum(float(torch.dot(x, y)) for x, y in zip(delta.parameters, self._last, strict=True))
-                norms = _norm(delta.parameters) * _norm(self._last)
-                agreement = product / norms if norms else 0.0
-            statistics["agreement"] = agreement
+        if delta is not None and self.looks_inside:
+            square, product, last_square = self._sums(delta)
+            if "norm" in self._needs:
+                statistics["norm"] = math.sqrt(square)
+            if "agreement" in self._needs:  # the cosine of Δ and the last update
+                norms = math.sqrt(square) * math.sqrt(last_square)
+                statistics["agreement"] = product / norms if norms else 0.0
         if "server" in self._needs:
             elapsed = now_s - self._since_s
             statistics["server"] = min(1.0, self._busy / elapsed) if elapsed > 0 else 0.0
             self._busy, self._since_s = 0.0, now_s
         return statistics
+
+    def _sums(self, delta: FlatState) -> list[float]:
+        """Return the squared norm of a Δ, its product with the last update, and that update's squared norm."""
+        last, product = self._last or [], 0.0
+        for vector, other in zip(delta.parameters, last, strict=False):
+            product += float(torch.dot(vector, other))
+        sums = [square_norm(delta.parameters), product, square_norm(last)]
+        return sums if self._optimizer is None else self._optimizer.summed(sums)
 
     def chunks(self) -> list[TensorChunk]:
         """Return the last update, if a Δ is compared with it."""
@@ -249,7 +292,3 @@ class DeltaStatistics:
         if "agreement" in self._needs:
             assert self._optimizer is not None, "without an optimizer there is no update to agree with"
             self._last = [v.clone() for v in self._optimizer.combined]
-
-
-def _norm(vectors: list[Tensor]) -> float:
-    return float(torch.stack([torch.linalg.vector_norm(v) for v in vectors]).norm())

@@ -27,12 +27,14 @@ pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
 
 from paceline.checkpoint.base import TensorChunk
 from paceline.engine.own_states import OwnState
-from paceline.engine.ray import push_stream, server_link
+from paceline.engine.ray import push_stream, server_link, wire
 from paceline.engine.ray.engine import RayEngine
-from paceline.engine.ray.executor import RayExecutor
+from paceline.engine.ray.executor import ALONE, RayExecutor
 from paceline.engine.ray.messages import END, Bytes, RayCompletion, RayGrant, Reply, arrays_of
 from paceline.engine.ray.push_buffers import PushBuffers
-from paceline.engine.ray.push_stream import PushStream, StreamAddress, StreamListener
+from paceline.engine.ray.push_stream import PushListener, PushStream
+from paceline.engine.ray.wire import Listener, StreamAddress
+from paceline.replica.flat_slices import FlatSlice, slices_of
 
 OnRay = Callable[..., Run]
 
@@ -46,6 +48,14 @@ def completion(attempt: int) -> RayCompletion:
     return RayCompletion(3, 1, attempt, 7, 32, True, 0.25, Figures(1, 2**40, 3, 4))
 
 
+def whole(layout: FlatLayout) -> FlatSlice:
+    return slices_of(layout, 1, functools.partial(SGD, lr=0.1))[0]
+
+
+def stream_to(address: StreamAddress, buffers: PushBuffers) -> PushStream:
+    return PushStream(address, buffers, whole(buffers.sent.layout))
+
+
 class Server:
     """A listener in a loop of a thread of its own, and what it was sent."""
 
@@ -53,7 +63,8 @@ class Server:
         self.loop = asyncio.new_event_loop()
         self.pushed: list[tuple[RayCompletion, list[Bytes], bool]] = []
         self.replies: list[Reply] = []
-        self.listener = StreamListener("127.0.0.1", layout, self._push, own_bytes=OWN_BYTES)
+        self.pushes = PushListener(whole(layout), self._push, own_bytes=OWN_BYTES)
+        self.listener = Listener("127.0.0.1", lambda connection, hello: self.pushes.serve(connection, hello["memory"]))
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
 
@@ -123,7 +134,7 @@ def test_what_is_sent_arrives_bit_for_bit(
 ) -> None:
     sent = layout.new()
     address = server.address if one_host else server.address._replace(host_id="another")
-    stream = PushStream(address, buffers)
+    stream = stream_to(address, buffers)
     for attempt in (1, 2, 3):
         pushed, returned = fill(buffers.delta.vectors, attempt), fill(sent.vectors, 10 * attempt)
         server.replies = [(RayGrant(attempt + 1, BatchRange(2, 2**40, 5), 8), arrays_of(sent))]
@@ -145,7 +156,7 @@ def test_what_a_replica_keeps_comes_with_its_delta(server: Server, layout: FlatL
     """In one buffer after even attempts and in another after odd ones; more than fits is not told of."""
     values = torch.arange(1000, dtype=torch.float64)
     with contextlib.closing(PushBuffers(layout, own_bytes=OWN_BYTES)) as buffers:
-        stream = PushStream(server.address if one_host else server.address._replace(host_id="another"), buffers)
+        stream = stream_to(server.address if one_host else server.address._replace(host_id="another"), buffers)
         for attempt in (1, 2, 3):
             pushed = fill(buffers.delta.vectors, attempt)
             size = buffers.leave(attempt, OwnState({"steps": attempt}, parts(x=values * attempt, none=values[:0])))
@@ -172,19 +183,19 @@ def test_a_replica_with_another_stream_is_answered_on_that_alone(
 ) -> None:
     """What the server has not answered on the first one it must not write into the replica's memory later."""
     release = asyncio.Event()
-    first, second = (PushStream(server.address, buffers) for _ in range(2))
+    first, second = (stream_to(server.address, buffers) for _ in range(2))
     reply = RayGrant(2, BatchRange(0, 0, 1), 1), arrays_of(layout.new())
-    answered, took = server.listener._push, threading.Event()
+    answered, took = server.pushes._push, threading.Event()
 
     async def waits(*args: Any, **named: Any) -> Reply:
         took.set()
         await release.wait()
         return await answered(*args, **named)
 
-    server.listener._push = waits
+    server.pushes._push = waits
     first.push(completion(1), cancelled=False)
     assert took.wait(PATIENCE_S)
-    server.listener._push, server.replies = answered, [reply]
+    server.pushes._push, server.replies = answered, [reply]
     second.push(completion(1), cancelled=False)
     assert second.receive() == reply[0]
     server.loop.call_soon_threadsafe(release.set)
@@ -212,7 +223,7 @@ def test_who_does_not_know_the_token_is_told_nothing(buffers: PushBuffers, serve
         assert stranger.recv(1) == b""
     assert server.pushed == []
     with pytest.raises(EOFError):
-        PushStream(server.address._replace(token=bytes(32)), buffers)
+        stream_to(server.address._replace(token=bytes(32)), buffers)
 
 
 def test_a_replica_does_not_send_to_who_does_not_know_the_token(buffers: PushBuffers, server: Server) -> None:
@@ -230,23 +241,23 @@ def test_a_replica_does_not_send_to_who_does_not_know_the_token(buffers: PushBuf
         thread.start()
         there = server.address._replace(port=other.getsockname()[1])
         with pytest.raises(EOFError, match="another process listens"):
-            PushStream(there, buffers)
+            stream_to(there, buffers)
         thread.join(PATIENCE_S)
 
 
 def test_half_open_connections_are_closed_in_time(
     monkeypatch: pytest.MonkeyPatch, buffers: PushBuffers, server: Server
 ) -> None:
-    monkeypatch.setattr(push_stream, "CONNECT_S", 0.2)
-    monkeypatch.setattr(push_stream, "MOST_OPENING", 3)
+    monkeypatch.setattr(wire, "CONNECT_S", 0.2)
+    monkeypatch.setattr(wire, "MOST_OPENING", 3)
     with contextlib.ExitStack() as held:
         strangers = [held.enter_context(connected(server)) for _ in range(8)]
         for stranger in strangers:
             stranger.settimeout(PATIENCE_S)
             with contextlib.suppress(ConnectionResetError), stranger.makefile("rb") as told:
                 assert len(told.read()) <= 32
-    monkeypatch.setattr(push_stream, "CONNECT_S", PATIENCE_S)
-    PushStream(server.address, buffers).close()
+    monkeypatch.setattr(wire, "CONNECT_S", PATIENCE_S)
+    stream_to(server.address, buffers).close()
 
 
 # --------------------------------------------------------------------------------------------------------------- on Ray
@@ -322,7 +333,7 @@ def test_a_delta_that_waits_outlives_the_next_of_its_replica(on_ray: OnRay) -> N
 def test_a_delta_in_a_replicas_memory_is_copied_when_that_goes_on_and_not_before() -> None:
     """A save that may read it ends first."""
     job = Job(programs.program(), Strategy(replicas=2), Budget("steps", 4, 4.0))
-    executor, saves = RayExecutor(RunContext(job)), list[int]()
+    executor, saves = RayExecutor(RunContext(job), ALONE), list[int]()
     executor.before_change = lambda: saves.append(1)
     for replica in range(2):
         executor.lent[replica] = 1
@@ -339,10 +350,10 @@ def test_a_delta_in_a_replicas_memory_is_copied_when_that_goes_on_and_not_before
 
 
 def test_where_a_server_can_not_listen_pushes_are_calls(buffers: PushBuffers, layout: FlatLayout) -> None:
-    assert StreamListener("192.0.2.1", layout, lambda *_, **__: asyncio.sleep(0)).address() is None
+    assert Listener("192.0.2.1", lambda *_: asyncio.sleep(0)).address() is None
     link = server_link.ServerLink(0, None, 0.0)
     link.call = lambda method: None  # type: ignore[method-assign]
-    assert link.stream(buffers) is None
+    assert link.stream(buffers, whole(layout)) is None
     assert link._tries == 0
 
 

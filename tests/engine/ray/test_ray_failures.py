@@ -120,10 +120,10 @@ def test_another_goes_on_after_a_delay_in_which_one_was_killed(
     assert_nothing_was_lost(on_ray, loop, delay="fraction=1 constant:value=1000", timeout_s=30)
 
 
-def assert_nothing_was_lost(on_ray: OnRay, loop: Callable[[Any], None], **settings: Any) -> None:
+def assert_nothing_was_lost(on_ray: OnRay, loop: Callable[[Any], None], servers: str = "", **settings: Any) -> None:
     """Replica 1 dies at its third step; trained weights count how often each sample was applied."""
     policy = "stale-synchronous:bound=0,combine=sum"  # nobody runs ahead, so the others are there when it is back
-    strategy = f"replicas=3 aggregation={policy}"
+    strategy = f"replicas=3 aggregation={policy} {servers}"
     run = on_ray(moments.counting(), strategy, steps=STEPS, loop=loop, on_death="replace", **settings)
     assert [d.replica for d in run.left] == [1]
     assert run.left[0].reason.endswith("; replaced")

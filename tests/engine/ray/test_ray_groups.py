@@ -93,6 +93,15 @@ def test_several_count_each_delta_once(on_ray: OnRay, policy: str, team: str) ->
     assert sum(run.summary["staleness"].values()) == run.summary["applied"] > 0
 
 
+@pytest.mark.parametrize("team", ["stages=2 micro_batches=2", "shards=2"])
+def test_a_may_be_in_several_servers(on_ray: OnRay, team: str) -> None:
+    program = programs.program(optimizer=functools.partial(SGD, lr=0.1, momentum=0.9), clip_norm=0.05)
+    run = on_ray(program, f"replicas=2 servers=2 {team}", steps=STEPS)
+    oracle.assert_same(run.model, oracle.one_process(program, 2, STEPS), ROUNDING)
+    whole = on_ray(program, f"replicas=2 servers=1 {team}", steps=STEPS)
+    assert run.summary["notes"]["server_optimizer_bytes"] == whole.summary["notes"]["server_optimizer_bytes"] > 0
+
+
 # --------------------------------------------------------------------------------------------------------------- deaths
 
 

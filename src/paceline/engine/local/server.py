@@ -93,7 +93,7 @@ class SharedMemoryServer:
 
     def _restore_held(self, resume: ResumePoint) -> None:
         """Read the Δs that the policy held into slots of their replicas."""
-        for replica, clock in resume.deltas():
+        for replica, clock in resume.held:
             slot = self._free_slots[replica].pop()
             self._arena.commit(f"delta {replica} {slot}")
             resume.checkpoint.read_into(delta_chunks(self._arena.delta(replica, slot), replica, clock))

@@ -47,12 +47,20 @@ class ActorPool:
         self.spare: Any = None
         """Of a replica, to take a dead one's place; None: there is none."""
         self.server: Any = None
+        self.others: list[Any] = []
+        """The other servers, each of which has a slice of A."""
         self.standby: Any = None
         """Of the server; None: there is none, or it is not known yet that it has started."""
         self.scorer: Any = None
 
     def start(
-        self, job: Job, count: int, gpus: float, stop: Callable[[], bool], progress: Callable[[float], None]
+        self,
+        job: Job,
+        count: int,
+        servers: int,
+        gpus: float,
+        stop: Callable[[], bool],
+        progress: Callable[[float], None],
     ) -> None:
         """Start the actors that a job lacks and wait for them; once ``stop`` returns True, for replicas no longer.
 
@@ -61,6 +69,7 @@ class ActorPool:
         Args:
             job: to run; its ``timeout_s`` is in addition to the time that starting processes takes.
             count: of replicas.
+            servers: of A.
             gpus: of each replica; a part of one where replicas share it.
             stop: called all the time.
             progress: called with the fraction of actors that have started.
@@ -78,6 +87,7 @@ class ActorPool:
         self._gpus, self._idle_only, self._workers = gpus, idle_only, workers
         if self.server is None:
             self.server = new_server()
+        self._spread_servers(servers - 1)
         if self.standby is None and job.strategy.standby:
             self.standby = new_server()
         if self.scorer is None:
@@ -85,9 +95,9 @@ class ActorPool:
         while len(self.replicas) < count:
             self.replicas.append(self._new_replica())
 
-        servers = [self.server, self.standby] if job.strategy.standby else [self.server]
+        every_server = [self.server, *self.others, *([self.standby] if job.strategy.standby else [])]
         replicas = [worker for replica in self.replicas[:count] for worker in self.workers(replica)]
-        actors = [*servers, self.scorer, *replicas]
+        actors = [*every_server, self.scorer, *replicas]
         pending = {actor.place.remote(versions()): actor for actor in actors if actor not in self.locations}
         bound = job.timeout_s + EACH_S * len(pending)
         deadline = time.monotonic() + bound
@@ -135,6 +145,7 @@ class ActorPool:
         self.replicas = [r for r in self.replicas if r not in actors]
         self.spare = None if self.spare in actors else self.spare
         self.server = None if self.server in actors else self.server
+        self.others = [other for other in self.others if other not in actors]
         self.standby = None if self.standby in actors else self.standby
         self.scorer = None if self.scorer in actors else self.scorer
 
@@ -161,6 +172,16 @@ class ActorPool:
             del failed[ref]
         self.drop(list(failed.values()))
 
+    def _spread_servers(self, others: int) -> None:
+        """Have so many other servers, on this node and those with higher addresses in turn."""
+        self.drop(self.others[others:])
+        own = ray.get_runtime_context().get_node_id()
+        nodes = sorted((n["NodeManagerAddress"], n["NodeID"]) for n in ray.nodes() if n["Alive"])
+        in_turn = [node for _, node in nodes]
+        for number in range(len(self.others) + 1, others + 1):
+            node = in_turn[(in_turn.index(own) + number) % len(in_turn)]
+            self.others.append(new_server(NodeAffinitySchedulingStrategy(node, soft=False)))
+
     def _new_replica(self) -> Any:
         """Start a replica, all of its workers, on one node.
 
@@ -185,9 +206,9 @@ def here() -> NodeAffinitySchedulingStrategy:
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
-def new_server() -> Any:
-    """Start and return the actor of a server, or of its standby."""
-    return ray.remote(num_cpus=0, scheduling_strategy=here())(ServerActor).remote()
+def new_server(place: NodeAffinitySchedulingStrategy | None = None) -> Any:
+    """Start and return the actor of a server, or of its standby, on this node unless another place is named."""
+    return ray.remote(num_cpus=0, scheduling_strategy=place or here())(ServerActor).remote()
 
 
 def exit_reason(error: BaseException) -> str:

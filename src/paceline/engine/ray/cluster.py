@@ -98,6 +98,11 @@ class Cluster:
 
         return int(ray.cluster_resources().get("GPU", 0))
 
+    @property
+    def hosts(self) -> int:
+        """Number of nodes that are alive."""
+        return len(self.cores())
+
     def cores(self) -> list[int]:
         """Return the number of cores of each node that is alive."""
         import ray

@@ -74,7 +74,7 @@ class RayEngine(Engine):
     def close(self) -> None:
         if self._pool is not None:
             pool = self._pool
-            pool.drop([*pool.replicas, pool.spare, pool.scorer, pool.server, pool.standby])
+            pool.drop([*pool.replicas, pool.spare, pool.scorer, pool.server, *pool.others, pool.standby])
             self._pool = None
         if self._cluster is not None:
             self._cluster.close()

@@ -12,7 +12,7 @@ from paceline.core.records import Record
 from paceline.engine.base import Job
 from paceline.engine.evaluation import EvaluationQueue, Evaluator, SnapshotInfo, become_evaluator
 from paceline.engine.ray.messages import Actor, Bytes, arrays_of, state_of, unpack
-from paceline.replica.flat_state import FlatLayout
+from paceline.replica.flat_state import FlatLayout, FlatState
 
 
 class RayEvaluation:
@@ -24,6 +24,7 @@ class RayEvaluation:
         scorer: the actor.
         keep: takes the record of the first snapshot of the queue, and removes it there.
         fail: takes what was raised.
+        whole: returns all of an A of which the queue has a slice.
     """
 
     def __init__(
@@ -33,9 +34,10 @@ class RayEvaluation:
         scorer: Any,
         keep: Callable[[Record], None],
         fail: Callable[[BaseException], None],
+        whole: Callable[[FlatState], Awaitable[FlatState]],
     ) -> None:
         self._timeout_s, self.queue, self._scorer, self._keep, self._fail = job.timeout_s, queue, scorer, keep, fail
-        self._lost = False
+        self._whole, self._lost = whole, False
         self.task: asyncio.Task[None] | None = None
         """Evaluates what is queued; None: nothing was."""
         self.evaluated = asyncio.Event()
@@ -50,7 +52,8 @@ class RayEvaluation:
         snapshots = self.queue.snapshots
         try:
             while snapshots:
-                state, info = snapshots[0]
+                part, info = snapshots[0]
+                state = await self._whole(part)
                 answer: Record | bytes | None = None
                 if not self._lost:
                     try:

@@ -6,11 +6,14 @@ refers to them: streams, the object store and other actors read them without a c
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from paceline.aggregation.base import Apply, Arrival
+from paceline.checkpoint.base import TensorChunk
+from paceline.checkpoint.reader import ChunksInMemory
 from paceline.comm.recycling import RecyclingAllocator
 from paceline.core.data_order import BatchRange
 from paceline.core.types import Clock, ReplicaId, Seconds, Version
@@ -18,10 +21,11 @@ from paceline.engine.checkpointing import Snapshot
 from paceline.engine.own_states import KEY, OwnState
 from paceline.engine.ray.messages import END, Bytes, RayGrant, Reply, arrays_of, state_of
 from paceline.engine.run_context import RunContext, first_state
-from paceline.engine.run_state import delta_chunks
-from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer
+from paceline.engine.run_state import delta_prefix
+from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer, Summed, server_slices
 from paceline.engine.worker_metrics import Figures, SpanLog
 from paceline.replica.flat_state import FlatState
+from paceline.replica.optimizer_state import merged_json
 from paceline.trace.spans import SERVER
 
 
@@ -93,35 +97,71 @@ def _encoded(own: OwnState) -> Bytes:
     return written[0]
 
 
+@dataclass(frozen=True)
+class ServerShare:
+    """What one of several servers has of A.
+
+    Args:
+        servers: n; each has one slice.
+        number: of this one.
+        summed: returns the sums over all servers of numbers that each has of its slice.
+    """
+
+    servers: int = 1
+    number: int = 0
+    summed: Summed = list
+
+
+ALONE = ServerShare()
+
+
 class RayExecutor:
-    """Holds A and the undecided Δs of a run, and executes its coordinator's decisions.
+    """Holds A and the undecided Δs of a run, or a slice of all of these, and executes its coordinator's decisions.
 
     Args:
         context: of the run.
+        share: of this server.
         restore: whether A is that of the checkpoint with which the run goes on, if there is one.
+        packed: what :meth:`packed` returned where that checkpoint was read; None: it is read here.
     """
 
-    def __init__(self, context: RunContext, *, restore: bool = True) -> None:
+    def __init__(
+        self, context: RunContext, share: ServerShare, *, restore: bool = True, packed: Bytes | None = None
+    ) -> None:
+        self._context = context
         self.replicas = [ReplicaRecord(position.attempt) for position in context.positions]
         self.allocate = RecyclingAllocator().empty
         """Makes the vectors of A and of Δs."""
         resume = context.job.resume if restore else None
         self.version: Version = 0 if resume is None else resume.run.coordinator.version
-        _, state = first_state(context.job.program, context.job.running_buffers)
-        self.owner = ServerOptimizer(context.job.program, context.policy, state)
+        program, policy = context.job.program, context.policy
+        _, state = first_state(program, context.job.running_buffers)
+        self.start_digest = state.digest()
+        """Of A_0."""
+        self.slices = server_slices(context, state.layout, share.servers)
+        """Of all servers."""
+        self.part = self.slices[share.number]
+        """Of this one."""
+        if share.servers > 1:
+            self.owner = ServerOptimizer(
+                program, policy, self.part.of(state).clone(), part=self.part, summed=share.summed
+            )
+        else:
+            self.owner = ServerOptimizer(program, policy, state)
         """A and its optimizer; the vectors of an A are never written again."""
         self._vectors = len(state.vectors)
         self.statistics = DeltaStatistics(context.policy, self.owner)
         self.undecided: dict[tuple[ReplicaId, Clock], FlatState] = {}
         """Δs that were neither applied nor discarded."""
         if resume is not None:
-            self.owner.restore(resume)
-            for name in resume.deltas() if context.keeps_policy else []:
-                self.undecided[name] = delta = state.layout.new()
-                resume.checkpoint.read_into(delta_chunks(delta, *name))
+            source = resume.checkpoint if packed is None else ChunksInMemory(OwnState.read(packed.data).parts)
+            self.owner.go_on_with(resume.optimizer, source, options=resume.options)
+            for name in resume.held if context.keeps_policy else []:
+                self.undecided[name] = delta = self.owner.state.layout.new()
+                source.read_into(self.owner.chunks_of(delta, delta_prefix(*name)))
         self.own: dict[ReplicaId, tuple[Clock, Bytes]] = {}
         """What replicas keep, and after which attempt; each array is written again no earlier than two grants later."""
-        for replica, position in enumerate(context.positions if resume is not None else ()):
+        for replica, position in enumerate(context.positions if resume is not None and share.number == 0 else ()):
             if (kept := OwnState.saved_for(context, replica)) is not None:
                 self.own[replica] = position.attempt, _encoded(kept)
         self.lent: dict[ReplicaId, Clock] = {}
@@ -137,18 +177,37 @@ class RayExecutor:
         self.spans = SpanLog(context.job.trace, SERVER)
         """Of the updates."""
 
-    def snapshot(self, attempts: Sequence[Clock]) -> Snapshot:
-        """Return A, its optimizer's state, the Δs that the policy holds, what replicas keep after these attempts."""
-        chunks = self.owner.chunks()
-        for name, delta in self.undecided.items():
-            chunks += delta_chunks(delta, *name)
+    def packed(self) -> Bytes:
+        """Return A, its optimizer's state and the Δs that the policy holds, as bytes."""
+        return _encoded(OwnState(self.owner.state_json(), self._chunks()))
+
+    def packed_slice(self, number: int) -> Bytes | None:
+        """Return what another server has of the checkpoint with which the run goes on, if there is one."""
+        if self._context.job.resume is None:
+            return None
+        return RayExecutor(self._context, ServerShare(len(self.slices), number)).packed()
+
+    def _chunks(self) -> list[TensorChunk]:
+        held = (self.owner.chunks_of(delta, delta_prefix(*name)) for name, delta in self.undecided.items())
+        return [*self.owner.chunks(), *(chunk for chunks in held for chunk in chunks)]
+
+    def snapshot(self, attempts: Sequence[Clock], others: Sequence[Bytes] = ()) -> Snapshot:
+        """Return A, its optimizer's state, the Δs that the policy holds, what replicas keep after these attempts.
+
+        Args:
+            attempts: the newest of each replica that is complete.
+            others: what other servers have, :meth:`packed`.
+        """
+        parts = [OwnState.read(packed.data) for packed in others]
+        chunks = [*self._chunks(), *(chunk for part in parts for chunk in part.parts)]
+        optimizer = merged_json([self.owner.state_json(), *(part.saved for part in parts)])
         saved = dict[str, Any]()
         for replica, attempt in enumerate(attempts):
             if (kept := self.kept(replica, attempt)) is not None:
                 own = OwnState.read(kept.data)
                 chunks += own.chunks(replica)
                 saved[str(replica)] = own.saved
-        return Snapshot(chunks, self.owner.flat_optimizer.state_json(), {KEY: saved}, settles=True)
+        return Snapshot(chunks, optimizer, {KEY: saved}, settles=True)
 
     def take(self, replica: ReplicaId, attempt: Clock, arrays: Sequence[Bytes]) -> None:
         """Take a Δ, and what its replica keeps, where that follows; what it kept before is read no more."""

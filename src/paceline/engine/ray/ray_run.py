@@ -40,6 +40,9 @@ from paceline.trace.spans import Span
 # Time in which actors may finish when a run is over, so that the next run can use them again.
 GRACE_S: Seconds = 5.0
 
+# Parameters of a slice of A from which on a server on another host is worth its messages (benchmarks/hosts).
+LEAST_SLICE_BYTES = 4 << 20
+
 # Period at which main looks for nodes that came or went, where replicas do so, too.
 ROOM_S: Seconds = 2.0
 
@@ -91,6 +94,8 @@ class RayRun:
         self._requests = ScaleRequests(job.out, job.strategy)
         self._room = fitting(job.strategy, cluster.cores())
         """How many replicas the cluster has had room for."""
+        usual = min(cluster.hosts, max(1, self._layout.parameter_bytes // LEAST_SLICE_BYTES))
+        self._servers = 1 if job.strategy.standby else job.strategy.servers or usual
         self._looked_s = self._measured_s = 0.0
         """When main last looked for requests; and for nodes that came or went."""
 
@@ -149,7 +154,9 @@ class RayRun:
         on_gpus = job.strategy.device.startswith("cuda")
         gpus = 1.0 / math.ceil(self._replicas / self._cluster.gpus) if on_gpus else 0.0
         stop = lambda: interrupts.count > 0  # noqa: E731
-        actors.start(job, self._room, gpus, stop, lambda part: self._watch(Progress("starting", part / 2)))
+        actors.start(
+            job, self._room, self._servers, gpus, stop, lambda part: self._watch(Progress("starting", part / 2))
+        )
         handles = actors.replicas[: self._room]
         self._server.open(handles)
         if not interrupts.count:
@@ -166,6 +173,7 @@ class RayRun:
         others = {"coordinator": actors.server, "scorer": actors.scorer}
         if job.strategy.standby:
             others["standby"] = actors.standby
+        others |= {f"server {number}": other for number, other in enumerate(actors.others, 1)}
         known = {role: actors.locations[actor]._asdict() for role, actor in others.items() if actor is not None}
         replicas = {
             place: actors.locations[worker]._asdict()
@@ -192,9 +200,12 @@ class RayRun:
                 server.call("interrupt")
             if self._status_request is None:
                 self._status_request, self._requested_s = server.begin("stand"), time.monotonic()
-            ready, _ = ray.wait([self._status_request, *self._running, *self._places], timeout=GLANCE_S)
+            waited = [self._status_request, *self._running, *self._places, *server.watches]
+            ready, _ = ray.wait(waited, timeout=GLANCE_S)
             for ref in ready:
-                if ref == self._status_request:
+                if ref in server.watches:
+                    server.check()
+                elif ref == self._status_request:
                     self._take_status(ref)
                 elif ref in self._places:
                     self._place(*self._places.pop(ref), ref)
@@ -235,7 +246,7 @@ class RayRun:
         try:
             ended: messages.Ended = ray.get(ref)
         except ray.exceptions.RayTaskError as error:
-            self._server.call("clock")  # raises if it is the server that was lost
+            self._server.check()
             raise WorkerError(f"replica {name} failed: {error}") from error
         except ray.exceptions.RayError as error:
             status = exit_reason(error)
@@ -317,7 +328,8 @@ class RayRun:
             folder = Gang(self._job, part.replica, part.token).folder  # if they are killed, none of them removes it
             self._closing.callback(shutil.rmtree, folder, ignore_errors=True)
             self._cluster.janitor.remove_on_exit(folder)
-        common = self._job_parts, part, actors.server, actors.locations[actors.server].node, versions()
+        servers = [actors.server, *actors.others]
+        common = self._job_parts, part, servers, actors.locations[actors.server].node, versions()
         workers = zip(self._workers_of(part.replica), actors.workers(actors.replicas[part.replica]), strict=True)
         for number, (place, actor) in enumerate(workers):
             self._running[actor.run.remote(*common, number)] = part, place

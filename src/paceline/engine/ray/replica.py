@@ -20,8 +20,9 @@ from paceline.engine.ray.messages import ReplicaAssignment
 from paceline.engine.ray.push_buffers import PushBuffers
 from paceline.engine.ray.replica_client import CancelFlag, RayClient
 from paceline.engine.ray.replica_group import Gang, follow, lead
-from paceline.engine.ray.server_link import ServerLink
+from paceline.engine.ray.server_link import ServerLink, ServerLinks
 from paceline.engine.run_context import RunContext, set_threads_and_seed
+from paceline.engine.server_optimizer import server_slices
 from paceline.engine.spmd.group_member import error_message
 from paceline.engine.spmd.replica_group import PeerExited
 from paceline.engine.worker import ClientWorker, InMemorySink, InstrumentedReplica, WorkerMetrics, check_in_forward
@@ -56,25 +57,26 @@ class ReplicaActor(messages.Actor):
         self,
         parts: Sequence[messages.Bytes],
         assignment: ReplicaAssignment,
-        server: Any,
+        servers: Sequence[Any],
         node: str,
         versions: Mapping[str, str],
         number: int = 0,
     ) -> messages.Ended:
-        """Be a replica, or one of its workers, to the end of a run, whose server is on a node with these versions."""
+        """Be a replica, or a worker of one, to the end of a run, whose first server's node has these versions."""
         self._cancel = cancel = CancelFlag(assignment.run)
         tell: Callable[[BaseException], bytes] = functools.partial(encode_failure, assignment.replica)
         try:
             messages.refuse_other_versions(versions)  # this node may have joined the cluster later
             job: Job = messages.unpack(parts)
-            self._link = link = ServerLink(assignment.run, server, job.timeout_s if job.strategy.standby else 0.0)
+            links = ServerLinks(assignment.run, servers, job.timeout_s if job.strategy.standby else 0.0)
+            self._link = link = links.first
             link.turn_to(*self._newest)  # it may have been named before
             if not job.strategy.spread:
-                ended = _run_loop(job, assignment, link, cancel)
+                ended = _run_loop(job, assignment, links, cancel)
             else:
                 gang = Gang(job, assignment.replica, assignment.token)
                 tell = functools.partial(error_message, gang.places[number])
-                ended = follow(gang, assignment, number) if number else lead(gang, assignment, link, cancel)
+                ended = follow(gang, assignment, number) if number else lead(gang, assignment, links, cancel)
             if node != self.place().node and ended.spans:
                 # How far the server's clock is ahead of this host's, by the fastest of some answers (Cristian 1989).
                 pings: list[tuple[Nanoseconds, Nanoseconds]] = []
@@ -97,7 +99,7 @@ class ReplicaActor(messages.Actor):
             gc.collect()  # modules are in reference cycles, which would keep arrays in the object store
 
 
-def _run_loop(job: Job, assignment: ReplicaAssignment, link: ServerLink, cancel: CancelFlag) -> messages.Ended:
+def _run_loop(job: Job, assignment: ReplicaAssignment, links: ServerLinks, cancel: CancelFlag) -> messages.Ended:
     """Run the loop of a replica of one worker."""
     context, replica = RunContext(job), assignment.replica
     set_threads_and_seed(job, replica)
@@ -108,7 +110,8 @@ def _run_loop(job: Job, assignment: ReplicaAssignment, link: ServerLink, cancel:
         layout = FlatLayout.of(module, job.running_buffers)
         attempt, most = max(assignment.attempt, context.positions[replica].attempt), own_bytes(context, layout)
         buffers = PushBuffers(layout, own_bytes=most)
-        client = RayClient(link, assignment, attempt, buffers, cancel, sink, job.timeout_s)
+        slices = server_slices(context, layout, links.count)
+        client = RayClient(links, slices, assignment, attempt, buffers, cancel, sink, job.timeout_s)
         closing.callback(client.close)
         metrics = WorkerMetrics(sink, replica, spans.recorder, 2 * layout.parameter_bytes, context.per_step)
         check_in_forward(module, client)
@@ -119,7 +122,7 @@ def _run_loop(job: Job, assignment: ReplicaAssignment, link: ServerLink, cancel:
             kept = client.go_on(functools.partial(OwnState.of, inner))
             if kept is not None:
                 kept.restore(inner, layout)
-        link.call("ready", replica, assignment.incarnation)
+        links.first.call("ready", replica, assignment.incarnation)
         worker.run(job.loop)
-        link.call("done", replica, assignment.incarnation, sink.newest, list(sink.step_times))
+        links.first.call("done", replica, assignment.incarnation, sink.newest, list(sink.step_times))
         return messages.Ended(None, spans.read())

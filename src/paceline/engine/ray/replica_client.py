@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
 
 from paceline.core.types import Clock, Seconds, Version
@@ -10,9 +10,10 @@ from paceline.engine.own_states import OwnState
 from paceline.engine.ray import messages
 from paceline.engine.ray.messages import ReplicaAssignment
 from paceline.engine.ray.push_buffers import PushBuffers
-from paceline.engine.ray.server_link import PendingPush, ServerLink
+from paceline.engine.ray.server_link import PendingPush, ServerLinks
 from paceline.engine.worker import GrantedClient, InMemorySink
 from paceline.replica.base import Measured
+from paceline.replica.flat_slices import FlatSlice
 from paceline.replica.flat_state import FlatState
 
 
@@ -45,7 +46,8 @@ class RayClient(GrantedClient):
     """The client of one replica: each push is answered with the next grant and its A.
 
     Args:
-        link: to the server.
+        links: to the servers.
+        slices: of A, one for each server.
         assignment: of this replica.
         attempt: the newest that is complete; 0: there was none.
         buffers: memory of Δ and A, and of what the replica keeps.
@@ -56,7 +58,8 @@ class RayClient(GrantedClient):
 
     def __init__(
         self,
-        link: ServerLink,
+        links: ServerLinks,
+        slices: Sequence[FlatSlice],
         assignment: ReplicaAssignment,
         attempt: Clock,
         buffers: PushBuffers,
@@ -65,13 +68,15 @@ class RayClient(GrantedClient):
         timeout_s: Seconds,
     ) -> None:
         super().__init__(attempt)
-        self._link, self._replica, self._buffers = link, (assignment.replica, assignment.incarnation), buffers
+        self._links, self._slices, self._link, self._buffers = links, slices, links.first, buffers
+        self._replica = assignment.replica, assignment.incarnation
         self._cancel, self._metrics, self._timeout_s = cancel, metrics, timeout_s
         self._keep: Callable[[], OwnState | None] = lambda: None
         """Returns what the replica keeps, where the server is told of it."""
         self._state: FlatState | None = None
         self._version: Version = 0
-        self._pending: PendingPush | None = None
+        self._pending = list[PendingPush]()
+        """One for each server."""
         self._ended = False
         self._last_contact_s = 0.0
 
@@ -80,18 +85,27 @@ class RayClient(GrantedClient):
         if self._under_way or self._ended:
             return self._under_way
         self._state = None  # frees the old A where that is in the object store before the new one comes
-        pending, self._pending = self._pending or self._link.begin("first", *self._replica, self.attempt), None
-        reply: messages.Reply = pending.result()
-        grant, arrays = reply
+        pending, self._pending = self._pending or self._links.begin_all("first", *self._replica, self.attempt), []
+        replies = self._links.results(pending)
+        grant, _ = replies[0]
         if grant is None:
             self._ended = True
             return False
-        by_stream = arrays is self._buffers.sent_arrays
-        self._state = self._buffers.sent if by_stream else messages.state_of(self._buffers.sent.layout, arrays)
+        self._state = self._received([arrays for _, arrays in replies])
         self.attempt, self._batches, self._version = grant
         self._state.version = self._version
         self._done, self._under_way, self._last_contact_s = 0, True, time.monotonic()
         return True
+
+    def _received(self, slices: Sequence[Sequence[messages.Bytes]]) -> FlatState:
+        """Return the A of which each server has sent its slice, or has written it to the buffers."""
+        buffers = self._buffers
+        if len(slices) == 1 and slices[0]:
+            return messages.state_of(buffers.sent.layout, slices[0])
+        for part, arrays in zip(self._slices, slices, strict=True):
+            for target, array in zip(part.cut_bytes(buffers.sent_arrays), arrays, strict=False):
+                target[:] = array
+        return buffers.sent
 
     def pull(self) -> FlatState:
         assert self._state is not None, "nothing was sent"
@@ -126,7 +140,7 @@ class RayClient(GrantedClient):
         left = self._keep() if measured.finite and not cancelled else None
         size = self._buffers.leave(self.attempt, left) if left is not None else 0
         completion = messages.RayCompletion(replica, incarnation, self.attempt, version, *facts, size)
-        self._pending = PendingPush(self._link, completion, self._buffers, cancelled=cancelled)
+        self._pending = self._links.push_all(self._slices, completion, self._buffers, cancelled=cancelled)
 
     def go_on(self, keep: Callable[[], OwnState | None]) -> OwnState | None:
         """Return what the replica kept, in this run or the one before; tell the server from now on what it keeps."""
@@ -135,6 +149,6 @@ class RayClient(GrantedClient):
         return None if kept is None else OwnState.read(kept.data)
 
     def close(self) -> None:
-        """Release the memory of Δ and A, and the stream."""
-        self._link.drop_stream()
+        """Release the memory of Δ and A, and the streams."""
+        self._links.close()
         self._buffers.close()

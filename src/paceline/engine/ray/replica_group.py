@@ -30,8 +30,9 @@ from paceline.engine.ray import messages
 from paceline.engine.ray.messages import ReplicaAssignment
 from paceline.engine.ray.push_buffers import PushBuffers
 from paceline.engine.ray.replica_client import CancelFlag, RayClient
-from paceline.engine.ray.server_link import ServerLink
+from paceline.engine.ray.server_link import ServerLinks
 from paceline.engine.run_context import RunContext, set_threads_and_seed
+from paceline.engine.server_optimizer import server_slices
 from paceline.engine.spmd.group_member import open_member
 from paceline.engine.spmd.replica_group import CommandPipe, EndCommand, Leave, send_all
 from paceline.engine.worker import ClientWorker, InMemorySink, InstrumentedReplica, WorkerMetrics
@@ -162,7 +163,7 @@ def merged(own: OwnState | None, buffers: PushBuffers, workers: int) -> OwnState
     return OwnState.merged(found) if len(found) == workers else None
 
 
-def lead(gang: Gang, assignment: ReplicaAssignment, link: ServerLink, cancel: CancelFlag) -> messages.Ended:
+def lead(gang: Gang, assignment: ReplicaAssignment, links: ServerLinks, cancel: CancelFlag) -> messages.Ended:
     """Run the loop of a replica of several workers, as the first of them."""
     job, replica, sink = gang.job, gang.replica, InMemorySink()
     set_threads_and_seed(job, replica)
@@ -178,7 +179,8 @@ def lead(gang: Gang, assignment: ReplicaAssignment, link: ServerLink, cancel: Ca
         member = closing.enter_context(open_member(job, gang.places[0], path, kept, memory, spans.recorder))
         context, size, buffers = member.run, member.parameter_bytes, member.memory.buffers
         attempt = max(assignment.attempt, context.positions[replica].attempt)
-        client = RayClient(link, assignment, attempt, buffers, cancel, sink, job.timeout_s)
+        slices = server_slices(context, member.layout, links.count)
+        client = RayClient(links, slices, assignment, attempt, buffers, cancel, sink, job.timeout_s)
         closing.callback(client.close)
         own = member.own if own_bytes(context, member.layout) else None
         if own is not None:
@@ -193,11 +195,11 @@ def lead(gang: Gang, assignment: ReplicaAssignment, link: ServerLink, cancel: Ca
         worker = ClientWorker(context, replica, measured, client, metrics, assignment.micro_steps)
         for pipe in pipes:
             pipe.answer("its start")
-        link.call("ready", replica, assignment.incarnation, dict(member.kept))
+        links.first.call("ready", replica, assignment.incarnation, dict(member.kept))
         worker.run(job.loop)
         send_all(pipes, EndCommand())
         figures = sink.newest._replace(payload_bytes=sink.newest.payload_bytes + member.sent_bytes)
-        link.call("done", replica, assignment.incarnation, figures, list(sink.step_times))
+        links.first.call("done", replica, assignment.incarnation, figures, list(sink.step_times))
         return messages.Ended(None, spans.read(), messages.WorkerMeasurements(figures, list(sink.step_times), size))
 
 

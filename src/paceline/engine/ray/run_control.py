@@ -11,6 +11,10 @@ from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.types import Nanoseconds, Seconds
 
 
+class ServerLostError(WorkerError):
+    """A server that has a slice of A is no more."""
+
+
 class RunControl:
     """Phase, first failure and clock of a run at the server, and the events that wake its loop and the driver.
 
@@ -47,7 +51,7 @@ class RunControl:
 
     def fail(self, error: BaseException) -> None:
         """End the run with an error, unless it has failed before."""
-        self.sound &= isinstance(error, WorkerError)
+        self.sound &= isinstance(error, WorkerError) and not isinstance(error, ServerLostError)
         if not isinstance(error, PacelineError):
             text = "".join(traceback.format_exception(error))
             error = WorkerError(f"the server failed: {type(error).__name__}: {error}\n\n{text}")

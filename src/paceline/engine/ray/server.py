@@ -26,27 +26,28 @@ import asyncio
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import ray
 
-from paceline.core.mesh import Coordinate
 from paceline.core.records import Record
 from paceline.core.types import Clock, Nanoseconds, ReplicaId, Seconds
-from paceline.engine.base import Job, Progress
+from paceline.engine.base import Job
 from paceline.engine.checkpointing import Checkpointer, Snapshot
 from paceline.engine.loop import TICK_S
-from paceline.engine.own_states import keeps_own_state, own_bytes
+from paceline.engine.own_states import own_bytes
 from paceline.engine.ray import messages
 from paceline.engine.ray.evaluation_actor import RayEvaluation
 from paceline.engine.ray.event_log import EventLog
 from paceline.engine.ray.late_replicas import LateReplicas
-from paceline.engine.ray.push_stream import StreamAddress, StreamListener
+from paceline.engine.ray.other_servers import OBSERVE, OtherServers
+from paceline.engine.ray.push_stream import PushListener
+from paceline.engine.ray.replies import Replies
 from paceline.engine.ray.run_control import BackgroundTasks, RunControl, wait_for
 from paceline.engine.ray.server_state import ServerState
+from paceline.engine.ray.wire import Listener, StreamAddress
 from paceline.engine.run_context import threads
-from paceline.engine.worker_metrics import Figures, worker_figures
+from paceline.engine.worker_metrics import Figures
 
 
 class ServerRun:
@@ -58,10 +59,19 @@ class ServerRun:
         state: of the run; where a standby takes over, that of the server before it.
         replicas: actors of its replicas; fewer where Ctrl-C came while they started.
         scorer: the evaluator's actor.
+        others: the other servers, each of which has a slice of A.
     """
 
-    def __init__(self, job: Job, number: int, state: ServerState, replicas: Sequence[Any], scorer: Any) -> None:
-        self._job, self._number, self._state = job, number, state
+    def __init__(
+        self,
+        job: Job,
+        number: int,
+        state: ServerState,
+        replicas: Sequence[Any],
+        scorer: Any,
+        others: OtherServers,
+    ) -> None:
+        self._job, self._number, self._state, self._others = job, number, state, others
         self._loop, self._coordinator = state.loop, state.coordinator
         self._actors = [*replicas, *[None] * (len(state.records) - len(replicas))]
         self._run = run = RunControl(state.loop.start_s, state.began)
@@ -70,17 +80,20 @@ class ServerRun:
         """All that the user was to be told."""
         self._checkpointer = Checkpointer(state.context, state.loop, self._snapshot, say=self._sentences.append)
         state.executor.before_change = self._checkpointer.settle
-        executor, host = state.executor, ray.util.get_node_ip_address()
-        layout = executor.owner.state.layout
-        most, workers = own_bytes(state.context, layout), job.strategy.mesh.per_replica
-        self._listener = StreamListener(host, layout, self.push, executor.allocate, own_bytes=most, workers=workers)
-        self._evaluation = RayEvaluation(job, state.queue, scorer, self._keep, run.fail)
+        executor, workers = state.executor, job.strategy.mesh.per_replica
+        most = own_bytes(state.context, executor.part.whole)
+        pushes = PushListener(executor.part, self.push, executor.allocate, own_bytes=most, workers=workers)
+        serve = lambda connection, hello: pushes.serve(connection, hello["memory"])  # noqa: E731
+        self._listener = Listener(ray.util.get_node_ip_address(), serve)
+        whole = lambda state: others.joined("snapshot", state, executor.slices)  # noqa: E731
+        self._evaluation = RayEvaluation(job, state.queue, scorer, self._keep, run.fail, whole)
         self._late = LateReplicas(job, state)
-        self._replied = [asyncio.Event() for _ in state.records]
+        self._replies = Replies(state, self._log.settled)
         self._end_saved = False
         self._tasks = BackgroundTasks()
         self._task: asyncio.Task[None] | None = None
-        executor.replied, executor.cancelled = lambda r: self._replied[r].set(), self._cancel
+        executor.cancelled = self._cancel
+        others.lost = run.fail
 
     def take_over(self) -> None:
         """Go on where the server stopped of which this was the standby."""
@@ -122,7 +135,7 @@ class ServerRun:
 
     async def first(self, replica: ReplicaId, incarnation: int, attempt: Clock) -> messages.Reply:
         """Return the first grant after this attempt, once there is one."""
-        return await self._reply_after(replica, incarnation, attempt)
+        return await self._replies.after(replica, incarnation, attempt)
 
     async def push(
         self, completion: messages.RayCompletion, refs: Sequence[Any], *arrays: messages.Bytes, lent: bool = False
@@ -141,10 +154,12 @@ class ServerRun:
             self._evaluation.evaluated.clear()
             await self._evaluation.evaluated.wait()
         self._late.held_back.discard(replica)
+        if arrays:
+            await self._others.staged(replica, incarnation, attempt)
         if state.takes(replica, incarnation, attempt):
             with run.guarded():
                 self._take(completion, refs, arrays, lent=lent)
-        return await self._reply_after(replica, incarnation, attempt)
+        return await self._replies.after(replica, incarnation, attempt)
 
     async def excuse(self, replica: ReplicaId, incarnation: int, seconds: Seconds) -> None:
         """Note a delay that the job asked for: the replica pushes nothing meanwhile."""
@@ -194,7 +209,8 @@ class ServerRun:
             replaced = (self._job.on_death == "replace" or state.fewest) and not run.over
             with run.guarded():
                 self._change("lost", replica, reason, run.now(), replaced)
-            self._replied[replica].set()
+            self._replies.wake(replica)
+            await self._others.replaced(replica, state.records[replica].incarnation)
         await self._log.settled(for_main=True)
         return state.assignment(self._number, replica) if replica in state.starting and not run.over else None
 
@@ -228,12 +244,7 @@ class ServerRun:
         run, state = self._run, self._state
         await wait_for(run.changed, TICK_S)
         phase: messages.Phase = "done" if run.done else state.phase
-        waiting = tuple(r for r in sorted(state.members) if not state.records[r].ready)
-        if phase == "starting":
-            progress = Progress("starting", 1 - len(waiting) / len(state.members))
-        else:
-            progress = self._loop.history.progress("training" if phase == "training" else "scoring", run.now())
-            progress = replace(progress, remarks=self._loop.remarks)
+        waiting, progress = state.building, state.progress(phase, run.now())
         suspects, sentences = self._late.suspects, tuple(self._sentences[known:])
         await self._log.settled(for_main=True)
         return messages.RunStatus(phase, progress, run.failure, waiting, sentences, suspects)
@@ -250,28 +261,19 @@ class ServerRun:
             self._finish()
         self._break_off()
         loop.ended_late(late, self._run.now())
-        layout, since_s = state.executor.owner.state.layout, state.seconds - loop.start_s
-        workers = [
-            worker_figures(Coordinate(r), record.figures, record.step_times, layout.parameter_bytes, since_s)
-            for r, record in enumerate(state.records)
-            if r in state.members
-        ]
-        if not keeps_own_state(state.context):  # the server has the only optimizer
-            workers = [replace(row, optimizer_bytes=0) for row in workers]
-        notes: dict[str, str | int | float] = {"threads": threads(self._job.strategy), **self._checkpointer.notes()}
-        notes["server_optimizer_bytes"] = state.executor.owner.flat_optimizer.nbytes
-        notes |= state.notes | self._late.pace.notes()
-        account = loop.history.account(
-            state.seconds, workers, loop.exits, notes, interrupted=signal is not None, signal=signal
-        )
         records = sorted(loop.history.records, key=lambda record: record.time_s)
-        arrays, spans = messages.arrays_of(state.executor.owner.state), state.executor.spans.read()
+        whole = await self._others.joined("newest", state.executor.owner.state, state.executor.slices)
+        optimizer_bytes = state.executor.owner.flat_optimizer.nbytes + await self._others.optimizer_bytes()
+        notes = {"threads": threads(self._job.strategy), "server_optimizer_bytes": optimizer_bytes}
+        account = state.account(self._checkpointer.notes() | self._late.pace.notes() | notes, signal)
+        arrays, spans = messages.arrays_of(whole), state.executor.spans.read()
         return messages.Result(arrays, records, account, spans, self._run.began, tuple(self._sentences[known:]))
 
     def close(self) -> None:
         """Break the run off and release its resources."""
         self._break_off()
         self._listener.close()
+        self._others.close()
         self._checkpointer.close()
         self._state.executor.spans.close()
 
@@ -279,12 +281,17 @@ class ServerRun:
 
     def _change(self, event: str, *args: Any) -> Any:
         """Have the state take an event, and forward it."""
+        self._forward(event, *args)
         result = getattr(self._state, event)(*args)
         self._log.add(event, *args)
         self._log.flush()
         if self._state.queue.snapshots:
             self._evaluation.begin()
         return result
+
+    def _forward(self, event: str, *args: Any) -> None:
+        """Have the other servers take an event that this one takes next."""
+        self._others.send(event, args, self._state.counts())
 
     def _take(
         self,
@@ -301,14 +308,17 @@ class ServerRun:
             arrays, lent = [array.copy() for array in arrays], False
         if arrays and replica not in self._coordinator.cancelling:
             executor = state.executor
-            looks = executor.statistics.looks_inside
-            delta = executor.delta_of(arrays) if looks else None
+            delta = executor.delta_of(arrays) if executor.statistics.looks_inside else None
+            if delta is not None:
+                self._forward(OBSERVE, replica)
             if lent:
                 executor.lent[replica] = completion.attempt
             observed = executor.statistics.observe(delta, now)
+            self._forward("arrived", completion, now, observed)
             state.arrived(completion, now, observed, arrays)
             log.add("arrived", completion, now, observed, refs=refs, arrays=arrays)
         else:
+            self._forward("cancelled", replica, completion.figures)
             state.cancelled(replica, completion.figures)
             log.add("cancelled", replica, completion.figures)
         self._change("handled", run.now())  # an update may have taken time
@@ -316,17 +326,6 @@ class ServerRun:
         self._save_if_due()
         if not self._coordinator.present:
             run.wake.set()
-
-    async def _reply_after(self, replica: ReplicaId, incarnation: int, attempt: Clock) -> messages.Reply:
-        """Return the grant after an attempt, or the end, once it is there and may be told."""
-        record, replied = self._state.records[replica], self._replied[replica]
-        while incarnation == record.incarnation:
-            if (reply := record.reply_after(attempt)) is not None:
-                await self._log.settled()
-                return reply
-            replied.clear()
-            await replied.wait()
-        return messages.END  # another has taken its place, or the run goes on without it
 
     def _cancel(self, replica: ReplicaId, attempt: float | None = None) -> None:
         """Have a replica stop its attempt, or, by infinity, its training, once that may be told."""
@@ -385,7 +384,8 @@ class ServerRun:
             self._cancel(replica, math.inf)
 
     def _snapshot(self) -> Snapshot:
-        return self._state.executor.snapshot([position.attempt for position in self._coordinator.positions])
+        others = self._others.packed(self._state.counts())
+        return self._state.executor.snapshot([position.attempt for position in self._coordinator.positions], others)
 
     def _save_if_due(self) -> None:
         if self._run.sound and not self._end_saved:

@@ -10,8 +10,11 @@ from paceline.comm.linux import keep_freed_memory
 from paceline.engine.base import Job
 from paceline.engine.ray import messages
 from paceline.engine.ray.event_log import Batch, Follower
+from paceline.engine.ray.executor import ServerShare
+from paceline.engine.ray.other_servers import OtherServers
 from paceline.engine.ray.server import ServerRun
 from paceline.engine.ray.server_state import ServerState
+from paceline.engine.ray.slice_run import SliceRun
 
 
 class ServerActor(messages.Actor):
@@ -21,16 +24,48 @@ class ServerActor(messages.Actor):
         torch.set_num_threads(1)
         keep_freed_memory()
         self._job: Job | None = None
-        self._run: ServerRun | None = None
+        self._run: ServerRun | SliceRun | None = None
         self._follower: Follower | None = None
         self._installed = asyncio.Event()
         """Set once the copy is there."""
 
-    async def open(self, number: int, parts: Sequence[messages.Bytes], replicas: Sequence[Any], scorer: Any) -> None:
-        """Begin to serve a run; of replicas that come and go, ``replicas`` are those that take part at first."""
+    async def open(
+        self,
+        number: int,
+        parts: Sequence[messages.Bytes],
+        replicas: Sequence[Any],
+        scorer: Any,
+        others: Sequence[Any] = (),
+    ) -> None:
+        """Begin to serve a run.
+
+        Args:
+            number: of the run.
+            parts: the packed job.
+            replicas: actors of those that take part at first.
+            scorer: the evaluator's actor.
+            others: actors of the other servers; each has a slice of A.
+        """
         job: Job = messages.unpack(parts)
         first = len(replicas) if job.strategy.elastic else None
-        self._run = ServerRun(job, number, ServerState(job, replicas=first), replicas, scorer)
+        servers = OtherServers(others, job.timeout_s)
+        state = ServerState(job, replicas=first, share=ServerShare(1 + len(others), 0, servers.summed))
+        for place, other in enumerate(others, 1):
+            packed = state.executor.packed_slice(place)
+            await other.open_slice.remote(parts, 1 + len(others), place, first, packed)
+        await servers.connect()
+        self._run = ServerRun(job, number, state, replicas, scorer, servers)
+
+    async def open_slice(
+        self,
+        parts: Sequence[messages.Bytes],
+        servers: int,
+        number: int,
+        replicas: int | None,
+        packed: messages.Bytes | None,
+    ) -> None:
+        """Begin to have a slice of A in a run; arguments as of :class:`SliceRun`, but for the job, which is packed."""
+        self._run = SliceRun(messages.unpack(parts), servers, number, replicas, packed)
 
     async def ask(self, method: str, *args: Any) -> Any:
         """Call a method of the run."""
@@ -59,8 +94,9 @@ class ServerActor(messages.Actor):
         assert self._job is not None, "no job was prepared"
         assert self._follower is not None, "no copy has come"
         state = self._follower.promote()
-        self._run = ServerRun(self._job, self._follower.run, state, replicas, scorer)
-        self._run.take_over()
+        alone = OtherServers((), self._job.timeout_s)
+        self._run = run = ServerRun(self._job, self._follower.run, state, replicas, scorer, alone)
+        run.take_over()
         return state.counts()
 
     async def close(self) -> None:

@@ -55,15 +55,19 @@ class ServerClient:
         """A new standby's actor, and the reference of what is awaited of it."""
         self._coming_attached = False
         self._left = MOST_STANDBYS if job.strategy.standby else 0
+        self.watches: list[Any] = []
+        """For each other server a call that returns when the run ends, or fails when that server is lost."""
         self.taken_over: list[str] = []
         """A sentence for each server that was lost."""
         self.told = 0
         """How many of the present server's sentences the user was told."""
 
     def open(self, replicas: list[Any]) -> None:
-        """Begin the run at the server, and at its standby."""
+        """Begin the run at the servers, and at the standby."""
         actors = self._actors
-        self._result(actors.server.open.remote(self._number, self._job_parts, replicas, actors.scorer))
+        parts = self._number, self._job_parts, replicas, actors.scorer, actors.others
+        self._result(actors.server.open.remote(*parts))
+        self.watches = [other.ask.remote("ended") for other in actors.others]
         actors.scorer.open.remote(self._job_parts)
         if self._job.strategy.standby:
             self._result(actors.standby.prepare.remote(self._job_parts))
@@ -89,6 +93,18 @@ class ServerClient:
             except StandbyLostError as error:
                 self._drop(error)
             ref = self.begin(method, *args)
+
+    def check(self) -> None:
+        """Raise WorkerError if a server was lost, and no standby takes over."""
+        self.call("clock")
+        for number, watch in enumerate(self.watches, 1):
+            try:
+                ray.get(watch, timeout=0)
+            except ray.exceptions.GetTimeoutError:
+                continue
+            except ray.exceptions.RayError as error:
+                reason = exit_reason(error)
+                raise WorkerError(f"server {number} died, and its slice of A with it: {reason}") from error
 
     def recover(self, error: BaseException) -> None:
         """Have the standby take over.
@@ -155,7 +171,8 @@ class ServerClient:
         """Give up a standby that is starting; return the actors that the run was open at."""
         if self._coming is not None:
             self._abandon(self._coming[0])
-        return [a for a in (self._actors.server, self._actors.standby, self._actors.scorer) if a is not None]
+        actors = self._actors
+        return [a for a in (actors.server, *actors.others, actors.standby, actors.scorer) if a is not None]
 
     def _name(self, role: str, actor: Any) -> None:
         """Write down which process has a role now."""

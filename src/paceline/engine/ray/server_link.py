@@ -1,11 +1,14 @@
-"""The calls of one replica to the server of its run, or to the standby that has taken over from it.
+"""The calls of one replica to the servers of its run, or to the standby that has taken over from the only one.
 
 A push goes by a stream (:mod:`paceline.engine.ray.push_stream`) as long as one can be made, everything else by calls of
-the actor. Either is made again of the standby where the server is lost; the server takes no Δ twice.
+the actor. Either is made again of the standby where the server is lost; a server takes no Δ twice. Of several servers
+each is sent its slice of Δ and answers with its slice of A, all of one version; the first is asked everything else.
 """
 
 import contextlib
 import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
@@ -13,7 +16,9 @@ import ray
 from paceline.core.types import Seconds
 from paceline.engine.ray import messages
 from paceline.engine.ray.push_buffers import PushBuffers
-from paceline.engine.ray.push_stream import PushStream, StreamAddress
+from paceline.engine.ray.push_stream import PushStream
+from paceline.engine.ray.wire import StreamAddress
+from paceline.replica.flat_slices import FlatSlice
 
 # Streams to one server that a replica tries to make before it pushes by calls alone.
 MOST_STREAMS = 3
@@ -23,7 +28,7 @@ INLINE_BYTES = 100 * 1024
 
 
 class ServerLink:
-    """The way of one replica to its server.
+    """The way of one replica to one server.
 
     Args:
         run: number of the run.
@@ -51,8 +56,8 @@ class ServerLink:
                 if self._stream is not None:
                     self._stream.break_off()
 
-    def stream(self, buffers: PushBuffers) -> PushStream | None:
-        """Return the stream to the server, a new one where it has broken; None: there is none to be had."""
+    def stream(self, buffers: PushBuffers, part: FlatSlice) -> PushStream | None:
+        """Return the stream to the server, which has this slice; a new one where it has broken; None: there is none."""
         while self._stream is None and self._tries:
             self._tries -= 1
             server = self.server
@@ -61,7 +66,7 @@ class ServerLink:
                 self._tries = 0
                 break
             with contextlib.suppress(OSError, EOFError):
-                stream = PushStream(address, buffers)
+                stream = PushStream(address, buffers, part)
                 with self._changed:
                     self._stream = stream
                     if self.server is not server:  # the address may be that of the server before
@@ -116,23 +121,32 @@ class PendingPush:
 
     Args:
         link: to the server.
+        part: the server's slice of A.
         completion: the end of an attempt.
         buffers: hold Δ, which is not to be written before there is a grant.
         cancelled: whether there is no Δ.
     """
 
     def __init__(
-        self, link: ServerLink, completion: messages.RayCompletion, buffers: PushBuffers, *, cancelled: bool
+        self,
+        link: ServerLink,
+        part: FlatSlice,
+        completion: messages.RayCompletion,
+        buffers: PushBuffers,
+        *,
+        cancelled: bool,
     ) -> None:
-        self._link, self._completion, self._buffers, self._cancelled = link, completion, buffers, cancelled
+        self._link, self._part, self._buffers, self._cancelled = link, part, buffers, cancelled
+        # The first server alone has what replicas keep.
+        self._completion = completion if part.number == 0 else completion._replace(own_bytes=0)
         self._pending: PushStream | PendingCall = self._push()
 
     def result(self) -> messages.Reply:
-        """Wait for the next grant and its A."""
+        """Wait for the next grant and the server's slice of its A; of none where that is in the buffers."""
         while isinstance(pending := self._pending, PushStream):
             try:
                 grant = pending.receive()
-                return (grant, self._buffers.sent_arrays) if grant is not None else messages.END
+                return grant, ()
             except (OSError, EOFError):
                 self._link.drop_stream()
                 self._pending = self._push()
@@ -141,14 +155,59 @@ class PendingPush:
 
     def _push(self) -> PushStream | PendingCall:
         """Push; return that by which the grant will come."""
-        arrays = [] if self._cancelled else self._buffers.arrays(self._completion)
+        arrays = [] if self._cancelled else self._part.cut_bytes(self._buffers.arrays(self._completion))
         if self._link.has_standby and any(array.nbytes > INLINE_BYTES for array in arrays):
             refs = [ray.put(array) for array in arrays]  # once to the object store, for the server and its standby
             return self._link.begin("push", self._completion, refs, *refs)
-        while (stream := self._link.stream(self._buffers)) is not None:
+        while (stream := self._link.stream(self._buffers, self._part)) is not None:
             try:
                 stream.push(self._completion, cancelled=self._cancelled)
                 return stream
             except OSError:
                 self._link.drop_stream()
         return self._link.begin("push", self._completion, [], *arrays)
+
+
+class ServerLinks:
+    """The ways of one replica to all servers of its run.
+
+    Args:
+        run: number of the run.
+        servers: their actors, the first one's first.
+        patience_s: as of :class:`ServerLink`.
+    """
+
+    def __init__(self, run: int, servers: Sequence[Any], patience_s: Seconds) -> None:
+        self._each = [ServerLink(run, server, patience_s) for server in servers]
+        self.first = self._each[0]
+        """To the server that decides."""
+        self.count = len(servers)
+        self._threads = ThreadPoolExecutor(len(servers)) if len(servers) > 1 else None
+
+    def push_all(
+        self, slices: Sequence[FlatSlice], completion: messages.RayCompletion, buffers: PushBuffers, *, cancelled: bool
+    ) -> list[PendingPush]:
+        """Push to each server its slice of Δ, to all at the same time."""
+
+        def push(link: ServerLink, part: FlatSlice) -> PendingPush:
+            return PendingPush(link, part, completion, buffers, cancelled=cancelled)
+
+        return [*self._map(push, self._each, slices)]
+
+    def begin_all(self, method: str, *args: Any) -> list[PendingCall]:
+        """Begin a call of each server."""
+        return [link.begin(method, *args) for link in self._each]
+
+    def results(self, pending: Sequence[PendingPush | PendingCall]) -> list[messages.Reply]:
+        """Wait for the reply of each server, of all at the same time."""
+        return [*self._map(lambda each: each.result(), pending)]
+
+    def close(self) -> None:
+        """Close the streams."""
+        for link in self._each:
+            link.drop_stream()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
+
+    def _map(self, function: Callable[..., Any], *each: Sequence[Any]) -> Iterable[Any]:
+        return map(function, *each) if self._threads is None else self._threads.map(function, *each)

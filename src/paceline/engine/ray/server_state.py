@@ -6,42 +6,58 @@ time, is part of an event, and no method here reads a clock.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from paceline.aggregation.base import Arrival
-from paceline.core.records import Record, ReplicaExit
+from paceline.core.mesh import Coordinate
+from paceline.core.records import Account, Record, ReplicaExit
 from paceline.core.types import Nanoseconds, ReplicaId, Seconds
-from paceline.engine.base import Job
+from paceline.engine.base import Job, Progress
 from paceline.engine.evaluation import EvaluationQueue
 from paceline.engine.loop import RunLoop
+from paceline.engine.own_states import keeps_own_state
 from paceline.engine.ray import messages
-from paceline.engine.ray.executor import RayExecutor
+from paceline.engine.ray.executor import ALONE, RayExecutor, ServerShare
 from paceline.engine.replacement import DeathCounter
 from paceline.engine.run_context import RunContext
 from paceline.engine.scaling import moves
-from paceline.engine.worker_metrics import Figures
+from paceline.engine.worker_metrics import Figures, worker_figures
+
+# Methods of the state that are its events.
+EVENTS = (
+    *("ready", "begin", "tick", "arrived", "cancelled", "handled", "excused", "done"),
+    *("scaled", "lost", "evaluated", "remarked", "finish"),
+)
 
 
 class ServerState:
     """A, its optimizer, coordinator, history, grants and snapshots of a run.
 
-    The methods of the first part are the events.
-
     Args:
         job: what is run.
         copied: state of another process; None: the run begins.
         replicas: that take part at first; None: all.
+        share: of this server.
+        packed: A and its optimizer, where the run goes on and another server has read its checkpoint.
     """
 
-    def __init__(self, job: Job, copied: Sequence[messages.Bytes] | None = None, replicas: int | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        copied: Sequence[messages.Bytes] | None = None,
+        replicas: int | None = None,
+        share: ServerShare = ALONE,
+        packed: messages.Bytes | None = None,
+    ) -> None:
         self.context = context = RunContext(job)
-        self.executor = RayExecutor(context, restore=copied is None)
+        self.executor = RayExecutor(context, share, restore=copied is None, packed=packed)
         state = self.executor.owner.state
         parks, self.members = job.on_death != "stop", set(range(replicas or context.replicas))
         self.loop = RunLoop(
-            context, self.executor, state.digest(), self._evaluate, replicas=len(self.members), parks=parks
+            context, self.executor, self.executor.start_digest, self._evaluate, replicas=len(self.members), parks=parks
         )
         self.queue = EvaluationQueue(job.program, state.layout.nbytes)
         """Snapshots that were taken, and whose records have not come."""
@@ -212,6 +228,33 @@ class ServerState:
     def counts(self) -> tuple[int, int]:
         """Return the numbers of updates and of Δs."""
         return self.coordinator.version, self.coordinator.tally.gradients
+
+    @property
+    def building(self) -> tuple[ReplicaId, ...]:
+        """Return the replicas that have not built their model."""
+        return tuple(r for r in sorted(self.members) if not self.records[r].ready)
+
+    def progress(self, phase: messages.Phase, now: Seconds) -> Progress:
+        """Return how far the run is."""
+        if phase == "starting":
+            return Progress("starting", 1 - len(self.building) / len(self.members))
+        progress = self.loop.history.progress("training" if phase == "training" else "scoring", now)
+        return replace(progress, remarks=self.loop.remarks)
+
+    def account(self, notes: Mapping[str, str | int | float], signal: str | None) -> Account:
+        """Return the account of the run, which a signal has broken off, if any did."""
+        loop, size = self.loop, self.executor.part.whole.parameter_bytes
+        since_s = self.seconds - loop.start_s
+        workers = [
+            worker_figures(Coordinate(r), record.figures, record.step_times, size, since_s)
+            for r, record in enumerate(self.records)
+            if r in self.members
+        ]
+        if not keeps_own_state(self.context):  # the servers have the only optimizer
+            workers = [replace(row, optimizer_bytes=0) for row in workers]
+        notes = {**notes, **self.notes}
+        interrupted = signal is not None
+        return loop.history.account(self.seconds, workers, loop.exits, notes, interrupted=interrupted, signal=signal)
 
     def _evaluate(self, now: Seconds) -> None:
         self.queue.snapshots.append((self.executor.owner.state, self.loop.history.snapshot(now)))

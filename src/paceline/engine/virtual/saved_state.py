@@ -150,7 +150,7 @@ def restored_attempts(
 
 def held_attempts(resume: ResumePoint, layout: FlatLayout) -> Iterator[PendingDelta]:
     """Yield the Δs that a policy held in a run of another engine."""
-    checkpoint, names = resume.checkpoint, set(resume.deltas())
+    checkpoint, names = resume.checkpoint, set(resume.held)
     for arrival in resume.run.coordinator.held:
         if (arrival.replica, arrival.clock) in names:
             attempt = PendingDelta(arrival.replica, arrival.clock, arrival.version, None, 0, NO_BATCHES)

@@ -1,0 +1,216 @@
+"""TCP connections of a run: both ends prove to know its token, which Ray hands out; then bytes or JSON, no pickles.
+
+::
+
+    connects   ............ nonce, MAC ............ hello, as JSON ....
+    listens    nonce ...................... MAC ........................
+
+Who listens does so at the address by which Ray knows its host.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+from paceline.comm.shm.rendezvous import host_id
+from paceline.core.types import Seconds
+from paceline.engine.ray.run_control import BackgroundTasks
+
+# Time in which a connection is made, or is not.
+CONNECT_S: Seconds = 10.0
+
+# Time after which a connection whose other host does not answer is broken: it is off, or its link is.
+SILENT_S = 15
+
+# Connections that are being made at a time; more are closed at once.
+MOST_OPENING = 256
+
+# Bytes of the longest JSON that says who connects.
+LONGEST_HELLO = 4096
+
+_NONCE_BYTES = _MAC_BYTES = 32
+
+_LENGTH = struct.Struct("<I")
+
+
+class StreamAddress(NamedTuple):
+    """Where a server of a run listens."""
+
+    host: str
+    port: int
+    token: bytes
+    """Known to those to whom Ray has told it."""
+    host_id: str
+    """Equal for processes that can share memory with the server."""
+
+
+class Listener:
+    """Accepts connections from those who know the token.
+
+    Args:
+        host: address of the interface that it listens at.
+        serve: serves a connection, which does not block, to whom has said this hello; it is closed afterwards.
+    """
+
+    def __init__(self, host: str, serve: Callable[[socket.socket, Any], Awaitable[None]]) -> None:
+        self._host, self._serve = host, serve
+        self._token = secrets.token_bytes(_MAC_BYTES)
+        self._socket: socket.socket | None = None
+        self._opening = 0
+        self._tasks = BackgroundTasks()
+
+    def address(self) -> StreamAddress | None:
+        """Return where it listens, from now on; None: it can't listen there."""
+        if self._socket is None:
+            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+            try:
+                self._socket = socket.create_server((self._host, 0), family=family, backlog=MOST_OPENING)
+            except OSError:
+                return None
+            self._socket.setblocking(False)
+            self._tasks.start(self._listen(self._socket))
+        host, port = self._socket.getsockname()[:2]
+        return StreamAddress(host, port, self._token, host_id())
+
+    def close(self) -> None:
+        """Close it, and all of its connections."""
+        self._tasks.cancel()
+
+    async def _listen(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with listening:
+            while True:
+                connection, _ = await loop.sock_accept(listening)
+                if self._opening < MOST_OPENING:
+                    self._tasks.start(self._accept(connection))
+                else:
+                    connection.close()
+
+    async def _accept(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError, EOFError, TimeoutError, ValueError):
+            connection.setblocking(False)
+            _set_options(connection)
+            self._opening += 1
+            try:
+                hello = await asyncio.wait_for(self._proven(connection), CONNECT_S)
+            finally:
+                self._opening -= 1
+            await self._serve(connection, hello)
+
+    async def _proven(self, connection: socket.socket) -> Any:
+        """Have both ends prove that they know the token; return the hello of the other one.
+
+        Raises:
+            EOFError: it does not know the token.
+        """
+        loop, nonce = asyncio.get_running_loop(), secrets.token_bytes(_NONCE_BYTES)
+        await loop.sock_sendall(connection, nonce)
+        answer = await received(connection, _NONCE_BYTES + _MAC_BYTES)
+        theirs, mac = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
+        if not hmac.compare_digest(mac, _mac(self._token, b"connects", nonce, theirs)):
+            raise EOFError("it does not know the token")
+        await loop.sock_sendall(connection, _mac(self._token, b"listens", nonce, theirs))
+        return await received_json(connection, LONGEST_HELLO)
+
+
+def connect(address: StreamAddress, hello: Any) -> socket.socket:
+    """Connect to a server; the connection blocks, for :data:`CONNECT_S` at most.
+
+    Raises:
+        OSError: there is no way to it.
+        EOFError: what listens there does not know the token.
+    """
+    connection = socket.create_connection(address[:2], CONNECT_S)
+    try:
+        _set_options(connection)
+        theirs, nonce = read(connection, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
+        connection.sendall(nonce + _mac(address.token, b"connects", theirs, nonce))
+        answer = read(connection, _MAC_BYTES)
+        if not hmac.compare_digest(answer, _mac(address.token, b"listens", theirs, nonce)):
+            raise EOFError("another process listens at the server's address")
+        connection.sendall(json_bytes(hello))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _set_options(connection: socket.socket) -> None:
+    """Send small messages at once, and break where the other host is silent."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    every_s, probes = 3, SILENT_S // 3 - 1
+    for option, value in (
+        (socket.TCP_NODELAY, 1),
+        (socket.TCP_KEEPIDLE, every_s),
+        (socket.TCP_KEEPINTVL, every_s),
+        (socket.TCP_KEEPCNT, probes),
+        (socket.TCP_USER_TIMEOUT, SILENT_S * 1000),
+    ):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def json_bytes(value: Any) -> bytes:
+    """Return a value as JSON with its length before it."""
+    content = json.dumps(value).encode()
+    return _LENGTH.pack(len(content)) + content
+
+
+async def received_json(connection: socket.socket, longest: int) -> Any:
+    """Return the next JSON; raises EOFError if it is longer."""
+    (length,) = _LENGTH.unpack(await received(connection, _LENGTH.size))
+    if length > longest:
+        raise EOFError(f"the other end has sent JSON of {length} bytes")
+    return json.loads(await received(connection, length))
+
+
+async def receive(connection: socket.socket, view: memoryview) -> None:
+    """Fill a buffer from a connection that does not block; raises EOFError where the other end has closed."""
+    loop = asyncio.get_running_loop()
+    while view.nbytes:
+        count = await loop.sock_recv_into(connection, view)
+        if not count:
+            raise EOFError("the other end has closed the connection")
+        view = view[count:]
+
+
+async def received(connection: socket.socket, size: int) -> bytes:
+    """Return the next bytes; raises EOFError as above."""
+    buffer = bytearray(size)
+    await receive(connection, memoryview(buffer))
+    return bytes(buffer)
+
+
+def read_into(connection: socket.socket, view: memoryview) -> None:
+    """Fill a buffer from a connection that blocks; raises EOFError as above."""
+    while view.nbytes:
+        count = connection.recv_into(view, flags=socket.MSG_WAITALL)
+        if not count:
+            raise EOFError("the other end has closed the connection")
+        view = view[count:]
+
+
+def read(connection: socket.socket, size: int) -> bytes:
+    """Return the next bytes of a connection that blocks; raises EOFError as above."""
+    buffer = bytearray(size)
+    read_into(connection, memoryview(buffer))
+    return bytes(buffer)
+
+
+def send_all(connection: socket.socket, parts: list[memoryview]) -> None:
+    """Send buffers by a connection that blocks, without joining them."""
+    while parts:
+        sent = connection.sendmsg(parts)
+        while parts and sent >= parts[0].nbytes:
+            sent -= parts.pop(0).nbytes
+        if parts:
+            parts[0] = parts[0][sent:]
+
+
+def _mac(token: bytes, role: bytes, *nonces: bytes) -> bytes:
+    return hmac.digest(token, role + b"".join(nonces), "sha256")

@@ -1,0 +1,49 @@
+"""A Ray of several hosts with links between them: the bits of one host, and what becomes of a host that is lost."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
+
+SCRIPT = Path(__file__).with_name("hosts_script.py")
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+
+
+def told(folder: Path, strategy: str, lost: str, **options: Any) -> dict[str, Any]:
+    """What became of a run whose host of this number was lost; of none if it is empty."""
+    apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    words = [sys.executable, str(SCRIPT), str(folder), strategy, json.dumps(options), lost]
+    done = subprocess.run([*apart, *words], capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-4000:]
+    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return said
+
+
+def test_with_a_server_on_each_host_they_are_one_host(tmp_path: Path) -> None:
+    run = told(tmp_path, "replicas=3 servers=3", "")
+    assert run["updates"] == 9
+    assert run["left"] == []
+
+
+def test_a_lost_host_takes_its_replica_alone(tmp_path: Path) -> None:
+    run = told(tmp_path, "replicas=3 servers=2 aggregation=asynchronous", "2")
+    assert run["updates"] >= 9
+    [(_, reason)] = run["left"]
+    assert "its node was lost" in reason or "its process ended" in reason
+
+
+def test_or_ends_the_run_with_its_server_and_the_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"checkpoint": str(tmp_path / "ckpt"), "checkpoint_every": "1 steps"}
+    run = told(tmp_path, "replicas=3 servers=3 aggregation=asynchronous", "1", **settings)
+    assert "server " in run["failed"]
+    assert "died, and its slice of A with it" in run["failed"]
+    (tmp_path / "there").unlink()
+    again = told(tmp_path, "replicas=3 servers=2 aggregation=asynchronous", "", resume=True, **settings)
+    assert again["updates"] >= 9
