@@ -98,8 +98,13 @@ def one_process(program: Program, replicas: int, steps: int, accumulate: int = 1
     return plain.values()
 
 
-def rounds(program: Program, replicas: int, steps: int) -> Values:
-    """Replica by replica: the mean of their gradients (and buffers), each under its own seed, weighed by samples."""
+def rounds(
+    program: Program, replicas: int, steps: int, sent: Callable[[int, Values], Values] = lambda _, gradient: gradient
+) -> Values:
+    """Replica by replica: the mean of their gradients (and buffers), each under its own seed, weighed by samples.
+
+    ``sent`` says what becomes of a replica's gradient on its way.
+    """
     plain, data = Plain(program), order(program, replicas)
     for k in range(steps):
         before, total, buffers = plain.values(), {n: torch.zeros_like(p) for n, p in plain.trained.items()}, {}
@@ -108,6 +113,7 @@ def rounds(program: Program, replicas: int, steps: int) -> Values:
         for replica, batch in enumerate(batches):
             if len(batch):
                 gradient = plain.load(before).gradient(batch, step_seed(program.seed, replica, k))
+                gradient = sent(replica, gradient)
                 mean_into(total, gradient, len(batch) / samples)
                 mean_into(buffers, dict(plain.module.named_buffers()), len(batch) / samples)
         plain.load(before | buffers).step(total)

@@ -89,6 +89,7 @@ CASES = [
     ("local", "replicas=2 stages=2 aggregation=asynchronous device=cuda", {}),
     ("ray", "replicas=2 stages=2 device=cuda", {}),
     ("distributed", "replicas=2 compression=fp16 device=cuda", {}),
+    ("ray", "replicas=2 compression=fp16 aggregation=elastic-averaging", {}),
     ("distributed", "replicas=2 compression=fp16 aggregation=local-steps:overlap=2", {}),
 ]
 """For each row of the table, in its order, a combination for which it is the first."""

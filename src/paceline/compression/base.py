@@ -17,6 +17,9 @@ A compression is a frozen value; all that changes from step to step is the state
     for each step:
         sent_bytes = compression.all_reduce(state, gradient, group)
 
+A Δ that a replica sends to a server of A is summed with none: :meth:`Compression.encode` makes one message of it, with
+the same state.
+
 It works over any backend that has ``all_reduce`` and ``all_gather``. Sums of the same bits are only as equal as the
 arithmetic: ranks need processors of one kind, one build of torch and equally many threads, as for the update itself.
 
@@ -30,7 +33,7 @@ A compression of your own is one file. A Strategy reads its name without torch, 
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar, final
 
 from paceline.core.errors import InputError
 from paceline.core.registry import declare
@@ -91,6 +94,35 @@ class Compression(ABC, Generic[S]):
             What this rank has not sent yet, as long as the gradient; and by name what is the same on all ranks.
         """
 
+    # ------------------------------------------------------------------- one message, of a replica to a server of A
+
+    whole_parameters: ClassVar[bool] = False
+    """True if it makes more of whole parameters than of pieces of them."""
+
+    def message_bytes(self, shapes: Sequence[Shape], dtype: DType) -> int:
+        """Return the size of the message that :meth:`encode` makes of a gradient of these parameters."""
+        del shapes, dtype
+        raise InputError(
+            f"compression={self} sums over all ranks, but has no message for a server of A; write "
+            "compression=fp16, or encode() and decode() for it"
+        )
+
+    def encode(self, state: S, gradient: Tensor) -> Tensor:
+        """Return a gradient as a message, replace it by what :meth:`decode` makes of that, and advance ``state``.
+
+        Args:
+            state: of :meth:`start`, of one replica.
+            gradient: one contiguous vector. One that is not finite leaves a message that is not, and the state.
+
+        Returns:
+            Its bytes, as uint8.
+        """
+        raise NotImplementedError
+
+    def decode(self, shapes: Sequence[Shape], message: Tensor, out: Tensor) -> None:
+        """Write the gradient of a message to ``out``."""
+        raise NotImplementedError
+
     def __str__(self) -> str:
         return text_of(self)
 
@@ -106,6 +138,27 @@ class Stateless(Compression[None]):
     def kept(self, state: None) -> Kept:
         del state
         return None, {}
+
+
+def joined(*tensors: Tensor) -> Tensor:
+    """Return the bytes of tensors one after the other."""
+    import torch
+
+    parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+
+
+def split(message: Tensor, *like: tuple[int, DType]) -> list[Tensor]:
+    """Return the tensors of which a message was :func:`joined`, by their elements and dtypes; copies.
+
+    >>> import torch
+    >>> split(joined(torch.ones(2), torch.zeros(1, dtype=torch.int64)), (2, torch.float32), (1, torch.int64))
+    [tensor([1., 1.]), tensor([0])]
+    """
+    import torch
+
+    pieces = torch.split(message, [count * dtype.itemsize for count, dtype in like])
+    return [piece.clone().view(dtype) for piece, (_, dtype) in zip(pieces, like, strict=True)]
 
 
 def parse(text: str) -> Compression[Any]:

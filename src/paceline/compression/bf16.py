@@ -7,10 +7,12 @@ Each of P ranks rounds its term once and the sum is rounded P-1 times, each time
 A rounding is off by u/2 at most; the bound holds with u for backends that cut off instead of rounding to the nearest.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from paceline.compression.base import Group, Stateless, Tensor, all_reduce
+from paceline.compression.base import DType, Group, Shape, Stateless, Tensor, all_reduce, joined, split
 from paceline.core.registry import register
 
 
@@ -26,3 +28,20 @@ class Bf16(Stateless):
         sent_bytes = all_reduce(small, group)
         gradient.copy_(small)
         return sent_bytes
+
+    def message_bytes(self, shapes: Sequence[Shape], dtype: DType) -> int:
+        del dtype
+        return 2 * sum(map(math.prod, shapes))
+
+    def encode(self, state: None, gradient: Tensor) -> Tensor:
+        del state
+        small = gradient.bfloat16()
+        gradient.copy_(small)
+        return joined(small)
+
+    def decode(self, shapes: Sequence[Shape], message: Tensor, out: Tensor) -> None:
+        import torch
+
+        del shapes
+        [small] = split(message, (len(out), torch.bfloat16))
+        out.copy_(small)

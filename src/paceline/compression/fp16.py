@@ -11,10 +11,11 @@ If a rank's gradient is not finite, nothing is moved: what is infinite or not a 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from paceline.compression.base import Group, Stateless, Tensor, all_reduce, ring_bytes
+from paceline.compression.base import DType, Group, Shape, Stateless, Tensor, all_reduce, joined, ring_bytes, split
 from paceline.core.registry import register
 
 # Sums stay below 2 to this power: roundings on the way then still end below 65504, with up to a thousand ranks.
@@ -32,15 +33,43 @@ class Fp16(Stateless):
         import torch.distributed as dist
 
         del state
-        ranks = group.size()
-        low, high = torch.aminmax(gradient)
-        peak = torch.maximum(-low, high).nan_to_num(nan=math.inf, posinf=math.inf).reshape(1)
+        ranks, peak = group.size(), largest(gradient)
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
         exponent = scale(float(peak), ranks, torch.finfo(gradient.dtype).tiny)
         small = gradient.mul(2.0**exponent).to(torch.float16)
         sent_bytes = ring_bytes(peak, ranks) + all_reduce(small, group)
         gradient.copy_(small).mul_(2.0**-exponent)
         return sent_bytes
+
+    def message_bytes(self, shapes: Sequence[Shape], dtype: DType) -> int:
+        del dtype
+        return 4 + 2 * sum(map(math.prod, shapes))
+
+    def encode(self, state: None, gradient: Tensor) -> Tensor:
+        import torch
+
+        del state
+        exponent = scale(float(largest(gradient)), 1, torch.finfo(gradient.dtype).tiny)
+        small = gradient.mul(2.0**exponent).to(torch.float16)
+        gradient.copy_(small).mul_(2.0**-exponent)
+        return joined(torch.tensor([exponent], dtype=torch.int32), small)
+
+    def decode(self, shapes: Sequence[Shape], message: Tensor, out: Tensor) -> None:
+        import torch
+
+        del shapes
+        exponent, small = split(message, (1, torch.int32), (len(out), torch.float16))
+        out.copy_(small).mul_(2.0 ** -int(exponent))
+
+
+def largest(gradient: Tensor) -> Tensor:
+    """Return the largest magnitude, one element; infinity where one is not finite."""
+    import torch
+
+    if not len(gradient):
+        return gradient.new_zeros(1)
+    low, high = torch.aminmax(gradient)
+    return torch.maximum(-low, high).nan_to_num(nan=math.inf, posinf=math.inf).reshape(1)
 
 
 def scale(peak: float, ranks: int, tiny: float) -> int:

@@ -20,9 +20,9 @@ used, which changes no span and keeps small gradients away from the smallest flo
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
-from paceline.compression.base import Compression, Device, DType, Group, Kept, Shape, Tensor, all_reduce
+from paceline.compression.base import Compression, Device, DType, Group, Kept, Shape, Tensor, all_reduce, joined, split
 from paceline.core.errors import check_int
 from paceline.core.registry import register
 
@@ -75,6 +75,14 @@ class PowerSgd(Compression[LowRankState]):
     def start(self, shapes: Sequence[Shape], dtype: DType, device: Device = "cpu") -> LowRankState:
         import torch
 
+        matrices, rest = self._places(shapes)
+        generator = torch.Generator().manual_seed(SEED)
+        queries = [torch.randn(self.rank, p.columns, dtype=dtype, generator=generator).to(device) for p in matrices]
+        residual = torch.zeros(sum(map(math.prod, shapes)), dtype=dtype, device=device)
+        return LowRankState(tuple(matrices), tuple(rest), residual, queries)
+
+    def _places(self, shapes: Sequence[Shape]) -> tuple[list[Place], list[Place]]:
+        """Return the parameters that are compressed, and those that are sent whole."""
         matrices, rest, start = list[Place](), list[Place](), 0
         for shape in shapes:
             rows = shape[0] if len(shape) > 1 else 1
@@ -82,9 +90,7 @@ class PowerSgd(Compression[LowRankState]):
             halves = 2 * self.rank * (place.rows + place.columns) <= place.rows * place.columns
             (matrices if halves else rest).append(place)
             start += math.prod(shape)
-        generator = torch.Generator().manual_seed(SEED)
-        queries = [torch.randn(self.rank, p.columns, dtype=dtype, generator=generator).to(device) for p in matrices]
-        return LowRankState(tuple(matrices), tuple(rest), torch.zeros(start, dtype=dtype, device=device), queries)
+        return matrices, rest
 
     def all_reduce(self, state: LowRankState, gradient: Tensor, group: Group) -> int:
         import torch
@@ -101,9 +107,7 @@ class PowerSgd(Compression[LowRankState]):
         bases = [_orthonormal(product) for product in sums[len(whole) :]]
         factors = [base.T @ matrix for base, matrix in zip(bases, matrices, strict=True)]
         # The residual is taken from this rank's own matrix, before the sum replaces it.
-        for place, matrix, base, factor in zip(state.matrices, matrices, bases, factors, strict=True):
-            lost = torch.mm(base, factor, out=place.of(state.residual))
-            torch.sub(matrix, lost, out=lost)
+        self._keep_lost(state, matrices, bases, factors)
         second, second_bytes = _sum(factors, group)
         state.queries = _split(second, factors)
         for matrix, base, q in zip(matrices, bases, state.queries, strict=True):
@@ -111,6 +115,54 @@ class PowerSgd(Compression[LowRankState]):
         for parameter, total in zip(whole, sums[: len(whole)], strict=True):
             parameter.copy_(total)
         return sent_bytes + second_bytes
+
+    def _keep_lost(
+        self, state: LowRankState, matrices: Sequence[Tensor], bases: Sequence[Tensor], factors: Sequence[Tensor]
+    ) -> None:
+        import torch
+
+        for place, matrix, base, factor in zip(state.matrices, matrices, bases, factors, strict=True):
+            lost = torch.mm(base, factor, out=place.of(state.residual))
+            torch.sub(matrix, lost, out=lost)
+
+    whole_parameters: ClassVar[bool] = True
+
+    def message_bytes(self, shapes: Sequence[Shape], dtype: DType) -> int:
+        return sum(self._sizes(*self._places(shapes))) * dtype.itemsize
+
+    def encode(self, state: LowRankState, gradient: Tensor) -> Tensor:
+        import torch
+
+        gradient.add_(state.residual)
+        if not bool(torch.isfinite(gradient).all()):
+            size = sum(self._sizes(state.matrices, state.rest))
+            return joined(gradient.fill_(math.nan).new_full((size,), math.nan))
+        matrices = [place.of(gradient) for place in state.matrices]
+        whole = [place.of(gradient) for place in state.rest]
+        products = [matrix @ _orthonormal(q.T) for matrix, q in zip(matrices, state.queries, strict=True)]
+        bases = [_orthonormal(product) for product in products]
+        state.queries = [base.T @ matrix for base, matrix in zip(bases, matrices, strict=True)]
+        self._keep_lost(state, matrices, bases, state.queries)
+        message = joined(*bases, *state.queries, *whole)
+        self._write(state.matrices, state.rest, message, gradient)
+        return message
+
+    def decode(self, shapes: Sequence[Shape], message: Tensor, out: Tensor) -> None:
+        self._write(*self._places(shapes), message, out)
+
+    def _sizes(self, matrices: Sequence[Place], rest: Sequence[Place]) -> list[int]:
+        """Return the elements of each tensor of a message: bases, factors, what is sent whole."""
+        bases, factors = [self.rank * p.rows for p in matrices], [self.rank * p.columns for p in matrices]
+        return [*bases, *factors, *(p.rows * p.columns for p in rest)]
+
+    def _write(self, matrices: Sequence[Place], rest: Sequence[Place], message: Tensor, out: Tensor) -> None:
+        import torch
+
+        pieces, count = split(message, *((size, out.dtype) for size in self._sizes(matrices, rest))), len(matrices)
+        for place, base, factor in zip(matrices, pieces[:count], pieces[count : 2 * count], strict=True):
+            torch.mm(base.view(place.rows, self.rank), factor.view(self.rank, -1), out=place.of(out))
+        for place, values in zip(rest, pieces[2 * count :], strict=True):
+            place.of(out).copy_(values.view(place.rows, place.columns))
 
     def kept(self, state: LowRankState) -> Kept:
         return state.residual, {f"query/{i}": query for i, query in enumerate(state.queries)}

@@ -19,8 +19,19 @@ from typing import final
 
 import numpy as np
 
-from paceline.compression.base import Compression, Device, DType, Group, Kept, Shape, Tensor, gather_bytes
-from paceline.core.errors import check_number
+from paceline.compression.base import (
+    Compression,
+    Device,
+    DType,
+    Group,
+    Kept,
+    Shape,
+    Tensor,
+    gather_bytes,
+    joined,
+    split,
+)
+from paceline.core.errors import PacelineError, check_number
 from paceline.core.registry import register
 
 
@@ -56,15 +67,7 @@ class TopK(Compression[SparseState]):
         import torch
         import torch.distributed as dist
 
-        gradient.add_(state.residual)
-        magnitudes, k = gradient.abs(), self.sent(len(gradient))
-        # What is no number counts as larger than all.
-        if magnitudes.device.type == "cpu":  # torch.topk of 2.13 takes four times as long for 1 % of 6 million
-            indices = torch.from_numpy(np.argpartition(magnitudes.numpy(), -k)[-k:])
-        else:
-            indices = torch.topk(magnitudes, k, sorted=False).indices
-        indices = indices.to(torch.int32 if len(gradient) < 2**31 else torch.int64)
-        values = gradient[indices]
+        indices, values = self._largest(state, gradient)
         all_indices, all_values = ([torch.empty_like(t) for _ in range(group.size())] for t in (indices, values))
         dist.all_gather(all_indices, indices, group=group)
         dist.all_gather(all_values, values, group=group)
@@ -76,6 +79,41 @@ class TopK(Compression[SparseState]):
             gradient.index_add_(0, rank_indices, rank_values)
         return gather_bytes(indices, group.size()) + gather_bytes(values, group.size())
 
+    def _largest(self, state: SparseState, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the residual, and return the indices and values of the k largest elements."""
+        import torch
+
+        gradient.add_(state.residual)
+        magnitudes, k = gradient.abs(), self.sent(len(gradient))
+        # What is no number counts as larger than all.
+        if magnitudes.device.type == "cpu":  # torch.topk of 2.13 takes four times as long for 1 % of 6 million
+            indices = torch.from_numpy(np.argpartition(magnitudes.numpy(), -k)[-k:])
+        else:
+            indices = torch.topk(magnitudes, k, sorted=False).indices
+        indices = indices.to(index_type(len(gradient)))
+        return indices, gradient[indices]
+
+    def message_bytes(self, shapes: Sequence[Shape], dtype: DType) -> int:
+        elements = sum(map(math.prod, shapes))
+        return self.sent(elements) * (index_type(elements).itemsize + dtype.itemsize)
+
+    def encode(self, state: SparseState, gradient: Tensor) -> Tensor:
+        import torch
+
+        indices, values = self._largest(state, gradient)
+        if bool(torch.isfinite(values).all()):
+            state.residual.copy_(gradient)[indices] = 0
+        gradient.zero_()[indices] = values
+        return joined(indices, values)
+
+    def decode(self, shapes: Sequence[Shape], message: Tensor, out: Tensor) -> None:
+        del shapes
+        k = self.sent(len(out))
+        indices, values = split(message, (k, index_type(len(out))), (k, out.dtype))
+        if bool((indices < 0).any()) or bool((indices >= len(out)).any()):
+            raise PacelineError(f"a message of top-k has indices beyond its {len(out)} elements")
+        out.zero_()[indices] = values
+
     def kept(self, state: SparseState) -> Kept:
         return state.residual, {}
 
@@ -86,3 +124,10 @@ class TopK(Compression[SparseState]):
         11
         """
         return min(elements, max(1, round(self.ratio * elements)))
+
+
+def index_type(elements: int) -> DType:
+    """Return the type of an index of so many elements."""
+    import torch
+
+    return torch.int32 if elements < 2**31 else torch.int64

@@ -14,6 +14,7 @@ from paceline.aggregation.base import NOTHING, Aggregation
 from paceline.aggregation.local_steps import LocalSteps, Outer
 from paceline.checkpoint.base import TensorChunk
 from paceline.checkpoint.reader import Checkpoint, TensorSource
+from paceline.compression import parse
 from paceline.core.delta import Change, Distance
 from paceline.core.types import Seconds, Version
 from paceline.engine.run_context import RunContext
@@ -53,7 +54,8 @@ def update_rule(program: Program, policy: Aggregation[Any]) -> UpdateRule:
 def server_slices(context: RunContext, layout: FlatLayout, servers: int) -> list[FlatSlice]:
     """Return the slices of A, of this layout, that so many servers have."""
     make, _ = update_rule(context.job.program, context.policy)
-    return slices_of(layout, servers, make)
+    whole = parse(context.job.strategy.compression).whole_parameters
+    return slices_of(layout, servers, make, whole_parameters=whole)
 
 
 class ServerOptimizer:

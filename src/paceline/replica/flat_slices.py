@@ -98,10 +98,19 @@ class FlatSlice:
         }
 
 
-def slices_of(layout: FlatLayout, count: int, make: OptimizerFactory) -> list[FlatSlice]:
-    """Return the slices of A for so many servers, whose optimizer this is; some may be empty."""
+def slices_of(
+    layout: FlatLayout, count: int, make: OptimizerFactory, *, whole_parameters: bool = False
+) -> list[FlatSlice]:
+    """Return the slices of A for so many servers; some may be empty.
+
+    Args:
+        layout: of A.
+        count: of servers.
+        make: their optimizer, which may need whole parameters.
+        whole_parameters: whether they are needed in any case.
+    """
     shapes = list(shape_only_parameters(layout).values())
-    anywhere = is_elementwise(build_optimizer(make, shapes), len(shapes))
+    anywhere = not whole_parameters and is_elementwise(build_optimizer(make, shapes), len(shapes))
     cuts = list[Sequence[int]]()
     for block in layout.parameters:
         sizes = [entry.stop - entry.start for entry in block.entries]

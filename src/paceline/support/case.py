@@ -39,7 +39,9 @@ _PARALLEL: frozenset[Feature] = frozenset({"stages", "async-stages", "shards", "
 ENGINE_FEATURES: Mapping[str, frozenset[Feature]] = {
     "local": _PARALLEL | {"asynchronous", "in-place", "groups-shard_optimizer", "on_death", "elastic"},
     "virtual": frozenset({"asynchronous", "stages", "shards", "noise_scale", "virtual-time"}),
-    "ray": frozenset({"asynchronous", "stages", "shards", "cuda", "on_death", "servers", "standby", "elastic"}),
+    "ray": frozenset(
+        {"asynchronous", "stages", "shards", "cuda", "compression", "on_death", "servers", "standby", "elastic"}
+    ),
     "distributed": _PARALLEL | {"compression", "shard_optimizer", "shard_parameters", "on_death", "no-server"},
 }
 

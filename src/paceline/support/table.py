@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from paceline.core.delta import Change, Gradient, InPlace
+from paceline.core.delta import Change, Distance, Gradient, InPlace
 from paceline.support.case import Case
 
 
@@ -422,6 +422,11 @@ TABLE: tuple[Row, ...] = (
         "cuda-stages",
     ),
     _cpus_alone("compression"),
+    Row(
+        lambda c: _used(c, "compression") and isinstance(c.policy.delta, Distance) and "no-server" not in c.features,
+        "compression={s.compression} leaves out small parts of a Δ, but under aggregation={policy} a replica sends its "
+        "parameters themselves; leave it out, or write aggregation=local-steps",
+    ),
     Row(
         lambda c: _used(c, "compression") and _in_turns(c),
         "compression={s.compression} sums all of Δ and at once, but aggregation={policy} sends fragments, or while "

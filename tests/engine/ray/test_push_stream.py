@@ -63,7 +63,7 @@ class Server:
         self.loop = asyncio.new_event_loop()
         self.pushed: list[tuple[RayCompletion, list[Bytes], bool]] = []
         self.replies: list[Reply] = []
-        self.pushes = PushListener(whole(layout), self._push, own_bytes=OWN_BYTES)
+        self.pushes = PushListener(whole(layout), None, self._push, own_bytes=OWN_BYTES)
         self.listener = Listener("127.0.0.1", lambda connection, hello: self.pushes.serve(connection, hello["memory"]))
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()

@@ -25,9 +25,11 @@ from paceline.comm.shm.rendezvous import SegmentAddress, host_id
 from paceline.core.data_order import BatchRange
 from paceline.core.errors import PacelineError
 from paceline.engine.ray import wire
+from paceline.engine.ray.delta_codec import DeltaCodec
 from paceline.engine.ray.messages import Bytes, RayCompletion, RayGrant, Reply, arrays_of
 from paceline.engine.ray.push_buffers import PushBuffers
 from paceline.engine.ray.wire import StreamAddress
+from paceline.engine.run_context import RunContext
 from paceline.engine.worker_metrics import Figures
 from paceline.replica.flat_slices import FlatSlice
 from paceline.replica.flat_state import Allocate
@@ -47,6 +49,7 @@ class PushListener:
 
     Args:
         part: the server's slice of A.
+        codec: decodes Δ; None: it is not compressed.
         push: takes a completion, references (none) and the arrays of its Δ, and whether these may be written again once
             the replica has its next grant; returns that with its A.
         allocate: makes the vectors of Δs; None: ordinary memory.
@@ -57,16 +60,30 @@ class PushListener:
     def __init__(
         self,
         part: FlatSlice,
+        codec: DeltaCodec | None,
         push: Callable[..., Awaitable[Reply]],
         allocate: Allocate | None = None,
         *,
         own_bytes: int = 0,
         workers: int = 1,
     ) -> None:
-        self._part, self._push, self._allocate = part, push, allocate
+        self._part, self._codec, self._push, self._allocate = part, codec, push, allocate
         self._own_bytes, self._workers = own_bytes, workers
         self._serving: dict[tuple[int, ...], asyncio.Task[None]] = {}
         """By replica and incarnation."""
+
+    @classmethod
+    def of(
+        cls,
+        context: RunContext,
+        part: FlatSlice,
+        push: Callable[..., Awaitable[Reply]],
+        allocate: Allocate,
+        own_bytes: int = 0,
+    ) -> "PushListener":
+        """Return that of a run."""
+        workers = context.job.strategy.mesh.per_replica
+        return cls(part, DeltaCodec.of(context, part), push, allocate, own_bytes=own_bytes, workers=workers)
 
     async def serve(self, connection: socket.socket, memory: Any) -> None:
         """Serve one replica, whose Δ and A are in this memory, until it, or the run, ends."""
@@ -93,12 +110,20 @@ class PushListener:
         if follows and shared is not None:
             arrays = self._part.cut_bytes(shared.arrays(completion))
         elif follows:
-            own = [np.empty(completion.own_bytes, np.uint8)] if completion.own_bytes else []
-            arrays = [*arrays_of(self._part.layout.new(self._allocate)), *own]
-            for array in arrays:
-                await wire.receive(connection, array.data)
+            arrays = await self._received(connection, completion.own_bytes)
         reply = await self._push(completion, (), *arrays, lent=shared is not None)
         await self._reply(connection, reply, shared)
+
+    async def _received(self, connection: socket.socket, own_bytes: int) -> list[Bytes]:
+        """Return the slice of a Δ, and what the replica keeps."""
+        delta = self._part.layout.new(self._allocate)
+        arrays = [*arrays_of(delta), *([np.empty(own_bytes, np.uint8)] if own_bytes else [])]
+        messages = [] if self._codec is None else self._codec.messages()
+        for array in [*messages, *arrays[len(messages) :]]:
+            await wire.receive(connection, array.data)
+        if self._codec is not None:
+            self._codec.decode(messages, delta)
+        return arrays
 
     def _supersede(self, *actor: int) -> None:
         """Let this task alone serve an actor: one that has made another stream is answered on that."""
@@ -151,10 +176,18 @@ class PushStream:
             self._socket.close()
             raise
 
-    def push(self, completion: RayCompletion, *, cancelled: bool) -> None:
-        """Send the end of an attempt, and Δ, with what the replica keeps, unless it was cancelled."""
+    def push(self, completion: RayCompletion, messages: Sequence[Bytes] = (), *, cancelled: bool) -> None:
+        """Send the end of an attempt, and Δ, with what the replica keeps, unless it was cancelled.
+
+        Args:
+            completion: of the attempt.
+            messages: its parameters, where they are compressed.
+            cancelled: whether it was.
+        """
         *fields, figures, own_bytes = completion
         arrays = [] if self._shared or cancelled else self._part.cut_bytes(self._buffers.arrays(completion))
+        if arrays and messages:
+            arrays = [*messages, *arrays[len(messages) :]]
         header = _COMPLETION.pack(*fields, *figures, own_bytes, not cancelled)
         wire.send_all(self._socket, [memoryview(header), *(array.data for array in arrays)])
 

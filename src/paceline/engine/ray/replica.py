@@ -16,6 +16,7 @@ from paceline.core.types import Nanoseconds
 from paceline.engine.base import Job
 from paceline.engine.own_states import OwnState, own_bytes
 from paceline.engine.ray import messages
+from paceline.engine.ray.delta_codec import DeltaCodec
 from paceline.engine.ray.messages import ReplicaAssignment
 from paceline.engine.ray.push_buffers import PushBuffers
 from paceline.engine.ray.replica_client import CancelFlag, RayClient
@@ -111,9 +112,11 @@ def _run_loop(job: Job, assignment: ReplicaAssignment, links: ServerLinks, cance
         attempt, most = max(assignment.attempt, context.positions[replica].attempt), own_bytes(context, layout)
         buffers = PushBuffers(layout, own_bytes=most)
         slices = server_slices(context, layout, links.count)
-        client = RayClient(links, slices, assignment, attempt, buffers, cancel, sink, job.timeout_s)
+        codecs = [DeltaCodec.of(context, part) for part in slices]
+        client = RayClient(links, slices, codecs, assignment, attempt, buffers, cancel, sink, job.timeout_s)
         closing.callback(client.close)
-        metrics = WorkerMetrics(sink, replica, spans.recorder, 2 * layout.parameter_bytes, context.per_step)
+        pushed = sum(codec.nbytes for codec in codecs if codec is not None) or layout.parameter_bytes
+        metrics = WorkerMetrics(sink, replica, spans.recorder, layout.parameter_bytes + pushed, context.per_step)
         check_in_forward(module, client)
         inner = context.replica(replica, module, layout, spans.recorder)
         measured = InstrumentedReplica(inner, metrics, client, layout.parameter_bytes)

@@ -8,6 +8,7 @@ from typing import final
 from paceline.core.types import Clock, Seconds, Version
 from paceline.engine.own_states import OwnState
 from paceline.engine.ray import messages
+from paceline.engine.ray.delta_codec import DeltaCodec
 from paceline.engine.ray.messages import ReplicaAssignment
 from paceline.engine.ray.push_buffers import PushBuffers
 from paceline.engine.ray.server_link import PendingPush, ServerLinks
@@ -48,6 +49,7 @@ class RayClient(GrantedClient):
     Args:
         links: to the servers.
         slices: of A, one for each server.
+        codecs: of what is pushed, one for each server; None: it is not compressed.
         assignment: of this replica.
         attempt: the newest that is complete; 0: there was none.
         buffers: memory of Δ and A, and of what the replica keeps.
@@ -60,6 +62,7 @@ class RayClient(GrantedClient):
         self,
         links: ServerLinks,
         slices: Sequence[FlatSlice],
+        codecs: Sequence[DeltaCodec | None],
         assignment: ReplicaAssignment,
         attempt: Clock,
         buffers: PushBuffers,
@@ -68,7 +71,8 @@ class RayClient(GrantedClient):
         timeout_s: Seconds,
     ) -> None:
         super().__init__(attempt)
-        self._links, self._slices, self._link, self._buffers = links, slices, links.first, buffers
+        self._links, self._slices, self._codecs = links, slices, codecs
+        self._link, self._buffers = links.first, buffers
         self._replica = assignment.replica, assignment.incarnation
         self._cancel, self._metrics, self._timeout_s = cancel, metrics, timeout_s
         self._keep: Callable[[], OwnState | None] = lambda: None
@@ -140,7 +144,7 @@ class RayClient(GrantedClient):
         left = self._keep() if measured.finite and not cancelled else None
         size = self._buffers.leave(self.attempt, left) if left is not None else 0
         completion = messages.RayCompletion(replica, incarnation, self.attempt, version, *facts, size)
-        self._pending = self._links.push_all(self._slices, completion, self._buffers, cancelled=cancelled)
+        self._pending = self._links.push_all(self._slices, self._codecs, completion, self._buffers, cancelled=cancelled)
 
     def go_on(self, keep: Callable[[], OwnState | None]) -> OwnState | None:
         """Return what the replica kept, in this run or the one before; tell the server from now on what it keeps."""

@@ -27,6 +27,7 @@ from paceline.core.types import Seconds, Version
 from paceline.engine.base import Job
 from paceline.engine.own_states import OwnState, own_bytes
 from paceline.engine.ray import messages
+from paceline.engine.ray.delta_codec import DeltaCodec
 from paceline.engine.ray.messages import ReplicaAssignment
 from paceline.engine.ray.push_buffers import PushBuffers
 from paceline.engine.ray.replica_client import CancelFlag, RayClient
@@ -180,7 +181,8 @@ def lead(gang: Gang, assignment: ReplicaAssignment, links: ServerLinks, cancel: 
         context, size, buffers = member.run, member.parameter_bytes, member.memory.buffers
         attempt = max(assignment.attempt, context.positions[replica].attempt)
         slices = server_slices(context, member.layout, links.count)
-        client = RayClient(links, slices, assignment, attempt, buffers, cancel, sink, job.timeout_s)
+        codecs = [DeltaCodec.of(context, part) for part in slices]
+        client = RayClient(links, slices, codecs, assignment, attempt, buffers, cancel, sink, job.timeout_s)
         closing.callback(client.close)
         own = member.own if own_bytes(context, member.layout) else None
         if own is not None:

@@ -80,11 +80,9 @@ class ServerRun:
         """All that the user was to be told."""
         self._checkpointer = Checkpointer(state.context, state.loop, self._snapshot, say=self._sentences.append)
         state.executor.before_change = self._checkpointer.settle
-        executor, workers = state.executor, job.strategy.mesh.per_replica
-        most = own_bytes(state.context, executor.part.whole)
-        pushes = PushListener(executor.part, self.push, executor.allocate, own_bytes=most, workers=workers)
-        serve = lambda connection, hello: pushes.serve(connection, hello["memory"])  # noqa: E731
-        self._listener = Listener(ray.util.get_node_ip_address(), serve)
+        executor, most = state.executor, own_bytes(state.context, state.executor.part.whole)
+        pushes = PushListener.of(state.context, executor.part, self.push, executor.allocate, most)
+        self._listener = Listener(ray.util.get_node_ip_address(), lambda c, hello: pushes.serve(c, hello["memory"]))
         whole = lambda state: others.joined("snapshot", state, executor.slices)  # noqa: E731
         self._evaluation = RayEvaluation(job, state.queue, scorer, self._keep, run.fail, whole)
         self._late = LateReplicas(job, state)

@@ -15,6 +15,7 @@ import ray
 
 from paceline.core.types import Seconds
 from paceline.engine.ray import messages
+from paceline.engine.ray.delta_codec import DeltaCodec
 from paceline.engine.ray.push_buffers import PushBuffers
 from paceline.engine.ray.push_stream import PushStream
 from paceline.engine.ray.wire import StreamAddress
@@ -124,6 +125,7 @@ class PendingPush:
         part: the server's slice of A.
         completion: the end of an attempt.
         buffers: hold Δ, which is not to be written before there is a grant.
+        encoded: its parameters, where they are compressed.
         cancelled: whether there is no Δ.
     """
 
@@ -133,10 +135,12 @@ class PendingPush:
         part: FlatSlice,
         completion: messages.RayCompletion,
         buffers: PushBuffers,
+        encoded: Sequence[messages.Bytes],
         *,
         cancelled: bool,
     ) -> None:
         self._link, self._part, self._buffers, self._cancelled = link, part, buffers, cancelled
+        self._encoded = encoded
         # The first server alone has what replicas keep.
         self._completion = completion if part.number == 0 else completion._replace(own_bytes=0)
         self._pending: PushStream | PendingCall = self._push()
@@ -161,7 +165,7 @@ class PendingPush:
             return self._link.begin("push", self._completion, refs, *refs)
         while (stream := self._link.stream(self._buffers, self._part)) is not None:
             try:
-                stream.push(self._completion, cancelled=self._cancelled)
+                stream.push(self._completion, self._encoded, cancelled=self._cancelled)
                 return stream
             except OSError:
                 self._link.drop_stream()
@@ -185,14 +189,23 @@ class ServerLinks:
         self._threads = ThreadPoolExecutor(len(servers)) if len(servers) > 1 else None
 
     def push_all(
-        self, slices: Sequence[FlatSlice], completion: messages.RayCompletion, buffers: PushBuffers, *, cancelled: bool
+        self,
+        slices: Sequence[FlatSlice],
+        codecs: Sequence[DeltaCodec | None],
+        completion: messages.RayCompletion,
+        buffers: PushBuffers,
+        *,
+        cancelled: bool,
     ) -> list[PendingPush]:
-        """Push to each server its slice of Δ, to all at the same time."""
+        """Push to each server its slice of Δ, to all at the same time; ``codecs`` compress what has to travel."""
 
-        def push(link: ServerLink, part: FlatSlice) -> PendingPush:
-            return PendingPush(link, part, completion, buffers, cancelled=cancelled)
+        def push(link: ServerLink, part: FlatSlice, codec: DeltaCodec | None) -> PendingPush:
+            encoded = list[messages.Bytes]()
+            if codec is not None and not cancelled:
+                encoded = codec.encode(part.of(buffers.delta).parameters)
+            return PendingPush(link, part, completion, buffers, encoded, cancelled=cancelled)
 
-        return [*self._map(push, self._each, slices)]
+        return [*self._map(push, self._each, slices, codecs)]
 
     def begin_all(self, method: str, *args: Any) -> list[PendingCall]:
         """Begin a call of each server."""

@@ -38,9 +38,8 @@ class SliceRun:
         share = ServerShare(servers, number, self._first.summed)
         self._state = state = ServerState(job, None, replicas, share, packed)
         self._replies = Replies(state, _at_once)
-        self._pushes = PushListener(
-            state.executor.part, self.push, state.executor.allocate, workers=job.strategy.mesh.per_replica
-        )
+        executor = state.executor
+        self._pushes = PushListener.of(state.context, executor.part, self.push, executor.allocate)
         self._listener = Listener(ray.util.get_node_ip_address(), self._serve)
         self._staged: dict[ReplicaId, tuple[Clock, Sequence[messages.Bytes], bool]] = {}
         """Slices of Δs that the first server has not decided on: attempt, arrays, whether the replica lends them."""

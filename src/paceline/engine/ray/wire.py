@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 from paceline.comm.shm.rendezvous import host_id
+from paceline.core.errors import PacelineError
 from paceline.core.types import Seconds
 from paceline.engine.ray.run_control import BackgroundTasks
 
@@ -93,7 +94,8 @@ class Listener:
                     connection.close()
 
     async def _accept(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError, EOFError, TimeoutError, ValueError):
+        wrong = OSError, EOFError, TimeoutError, ValueError, PacelineError
+        with connection, contextlib.suppress(*wrong):
             connection.setblocking(False)
             _set_options(connection)
             self._opening += 1
