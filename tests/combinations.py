@@ -36,7 +36,7 @@ OPTIONS = {
 }
 """Of a policy, so that what is special about it happens within a few steps."""
 
-ENGINES = ("local", "distributed", "virtual")
+ENGINES = ("local", "distributed", "virtual", "ray")
 
 START, END = "<!-- combinations -->\n", "<!-- end of combinations -->\n"
 

@@ -7,18 +7,23 @@ from pathlib import Path
 import pytest
 
 from paceline.engine.local.engine import LocalEngine
+from paceline.engine.ray.engine import RayEngine
 from tests.combinations import END, START, WORKERS, Cell, cells, table, tried
 from tests.engine.distributed_cases import ended, torchrun
 from tests.ranks import Play
 
+pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
+
 README = Path(__file__).parents[1] / "README.md"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_table_is_what_ran(engine: LocalEngine, play: Play, tmp_path: Path) -> None:
     found = {cell: tried(cell, "virtual") for cell in cells("virtual")}
     found |= {cell: tried(cell, engine) for cell in cells("local")}
     found |= _on_ranks(play, tmp_path)
+    with RayEngine() as ray:
+        found |= {cell: tried(cell, ray) for cell in cells("ray")}
     text = README.read_text(encoding="utf-8")
     before, _, rest = text.partition(START)
     _, _, after = rest.partition(END)

@@ -111,6 +111,24 @@ def test_replicas_at_their_own_pace_meet_in_a_and_have_no_peers() -> None:
     assert re.search(r"each replica and A +when its policy lets it +in shared memory", shown)
 
 
+def test_on_ray_a_replica_is_on_one_host_and_meets_a_with_the_server() -> None:
+    shown = show_mesh("replicas=3 stages=2 shards=2", 2, engine="ray")
+    assert re.search(r"replica 0  replica 1  replica 2\n +host 0     host 1     host 0\n", shown)
+    assert re.search(r"each replica and A +once a step +in shared memory on the server's host, else over TCP", shown)
+    assert "peers of a part" not in shown
+    assert "|" not in shown
+    uneven = draw_mesh("replicas=3 shards=2 aggregation=asynchronous", [2, 6], engine="ray:auto")
+    assert uneven.hosts == ([4, 5], [0, 1, 2, 3])
+    assert re.search(r"each replica and A +when its policy lets it ", str(uneven))
+    assert draw_mesh("shards=4", engine="ray").hosts == ([0, 1, 2, 3],)
+
+
+@pytest.mark.parametrize("hosts", [0, [4, 0], []])
+def test_on_ray_each_host_has_cores(hosts: Any) -> None:
+    with pytest.raises(InputError, match=re.escape(f"hosts={hosts} are none, or one has no core")):
+        show_mesh("replicas=2 shards=2", hosts, engine="ray")
+
+
 def test_json_is_plain_and_complete() -> None:
     read: Any = json.loads(json.dumps(draw_mesh("replicas=2 stages=2 shards=2", hosts=2).to_json()))
     assert read["hosts"] == [[0, 1, 2, 3], [4, 5, 6, 7]]

@@ -15,9 +15,9 @@ from paceline.support import ENGINE_FEATURES, Case
 from paceline.support.table import TABLE, Row
 
 CASES = [
-    ("ray", "shards=2", {}),
+    ("new", "shards=2", {"features": frozenset()}),
     ("local", "shard_rules=head:whole", {}),
-    ("ray", "stages=2", {}),
+    ("new", "stages=2", {"features": frozenset()}),
     ("local", "replicas=2 compression=fp16", {}),
     ("local", "replicas=2 shard_parameters=true", {}),
     ("local", "replicas=2 shard_optimizer=true", {}),
@@ -49,10 +49,10 @@ CASES = [
     ("distributed", "replicas=2 shard_parameters=true", {"noise_scale": True}),
     ("distributed", "replicas=2 compression=fp16", {"noise_scale": True}),
     ("distributed", "stages=2 schedule=pipedream", {"noise_scale": True}),
-    ("virtual", "replicas=2 aggregation=hogwild", {}),
-    ("ray", "replicas=2 aggregation=hogwild", {}),
     ("local", "shards=2 aggregation=hogwild", {}),
     ("local", "stages=2 aggregation=hogwild", {}),
+    ("virtual", "replicas=2 aggregation=hogwild", {}),
+    ("ray", "replicas=2 aggregation=hogwild", {}),
     ("local", "replicas=2 aggregation=hogwild device=cuda", {}),
     ("distributed", "shards=2 compression=fp16", {}),
     ("distributed", "shards=2 shard_parameters=true", {}),
@@ -87,6 +87,7 @@ CASES = [
     ("local", "stages=2 shard_optimizer=true", {}),
     ("virtual", "replicas=2 device=cuda", {}),
     ("local", "replicas=2 stages=2 aggregation=asynchronous device=cuda", {}),
+    ("ray", "replicas=2 stages=2 device=cuda", {}),
     ("distributed", "replicas=2 compression=fp16 device=cuda", {}),
     ("ray", "replicas=2 compression=fp16 aggregation=elastic-averaging", {}),
     ("distributed", "replicas=2 compression=fp16 aggregation=local-steps:overlap=2", {}),
@@ -141,6 +142,7 @@ FEATURES = {
     "`servers=4` (a slice of A each)": "replicas=2 servers=4",
     "`standby` (of the server)": "replicas=2 standby=1",
     "`device=cuda`": "replicas=2 device=cuda",
+    "`stages` on `device=cuda`": "replicas=2 stages=2 device=cuda",
     "`noise_scale=True`": "replicas=2",
     "`replicas=2..8`": "replicas=2..8",
 }

@@ -26,7 +26,7 @@ COMMANDS = "whole commands in processes of their own; `make test` keeps the firs
 
 TABLE: tuple[Thorough, ...] = (
     Thorough("tests/test_examples.py", PROGRAMS),
-    Thorough("tests/test_combinations.py", "160 runs: every policy over every form of replica on three engines"),
+    Thorough("tests/test_combinations.py", "160 runs: every policy over every form of replica on four engines"),
     Thorough("tests/test_readme.py::test_programs_in_the_text_run_as_they_stand", PROGRAMS, but_first=True),
     Thorough("tests/test_readme.py::test_examples_run_from_anywhere", PROGRAMS, but_first=True),
     Thorough("tests/test_planning_page.py", PROGRAMS),
@@ -142,7 +142,7 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/engine/ray/test_ray_clusters.py", "a Ray cluster of two nodes"),
     Thorough("tests/engine/ray/test_ray_failures.py", KILLS, but_first=True),
     Thorough("tests/engine/ray/test_ray_checkpoints.py", KILLS),
-    Thorough("tests/engine/ray/test_ray_groups.py", KILLS),
+    Thorough("tests/engine/ray/test_ray_groups.py", KILLS, but_first=True),
     Thorough("tests/engine/ray/test_ray_servers.py", KILLS, but_first=True),
     Thorough("tests/engine/ray/test_ray_compression.py", PARITY, but_first=True),
     Thorough("tests/engine/ray/test_ray_hosts.py", "Ray clusters of three network namespaces"),

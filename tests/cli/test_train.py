@@ -215,6 +215,13 @@ def test_show_mesh_draws_and_trains_nothing(invoke: Any, calls: Any) -> None:
     assert calls.made == []
 
 
+def test_show_mesh_knows_where_ray_has_replicas(invoke: Any, calls: Any) -> None:
+    words = ("train", "mnist", "--strategy", "replicas=3 shards=2", "--engine", "ray", "--show-mesh", "--hosts", "2")
+    done = invoke(*words)
+    assert done.stdout == f"{show_mesh('replicas=3 shards=2', 2, engine='ray')}\n"
+    assert calls.made == []
+
+
 def test_show_mesh_json_is_one_object(invoke: Any, calls: Any) -> None:
     done = invoke("train", "mnist", "--strategy", "replicas=4", "--show-mesh", "--hosts", "2", "--json")
     shown = json.loads(done.stdout)

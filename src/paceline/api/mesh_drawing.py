@@ -9,11 +9,12 @@ from typing import Any
 from paceline.aggregation import Synchronous
 from paceline.core.errors import InputError
 from paceline.core.formatting import aligned
+from paceline.core.types import ReplicaId
+from paceline.engine.scaling import next_host
 from paceline.strategy import Strategy
 
-PLACEMENT = (
-    "shards of a stage stand in a row, then the stages of a replica, then replicas; hosts take them in that order"
-)
+BY_RANK = "shards of a stage stand in a row, then the stages of a replica, then replicas; hosts take them in that order"
+BY_REPLICA = "all workers of a replica are on one host: the one that has the fewest replicas for its cores"
 
 # Number of groups of a kind that are written out.
 GROUPS_SHOWN = 8
@@ -45,9 +46,11 @@ class MeshDrawing:
     """A mesh on its hosts."""
 
     strategy: Strategy
-    hosts: tuple[range, ...]
+    hosts: tuple[Sequence[int], ...]
     """Ranks of each host."""
     groups: tuple[RankGroup, ...]
+    whole_replicas: bool = False
+    """Whether all workers of a replica are on one host, and A on that of the main process: on Ray."""
 
     def host(self, rank: int) -> int:
         """Return the number of a rank's host."""
@@ -88,10 +91,11 @@ class MeshDrawing:
         s = self.strategy
         ranks = f"{s.workers} rank{'s' if s.workers != 1 else ''}"
         hosts = f"{len(self.hosts)} host{'s' if len(self.hosts) != 1 else ''}"
-        border = "; | is between two hosts" if len(self.hosts) > 1 else ""
+        border = "; | is between two hosts" if len(self.hosts) > 1 and not self.whole_replicas else ""
         turns = "; + is between workers that take turns at a stage" if s.replicated else ""
         head = f"{_sizes_text(s)} = {ranks} on {hosts}{border}{turns}"
-        blocks = ([head], self._grid(), self._communication(), [f"placement: {PLACEMENT}"], self.warnings)
+        placement = f"placement: {BY_REPLICA if self.whole_replicas else BY_RANK}"
+        blocks = ([head], self._grid(), self._communication(), [placement], self.warnings)
         return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
     def _grid(self) -> list[str]:
@@ -126,14 +130,44 @@ class MeshDrawing:
                 shown = " ".join(texts if len(texts) <= GROUPS_SHOWN else [*texts[:GROUPS_SHOWN], "…"])
                 between = f"{apart} of {len(groups)} between hosts" if apart else "each inside a host"
                 rows.append([description, frequency, shown, between])
-        if not isinstance(self.strategy.aggregation, Synchronous) and self.strategy.replicas > 1:
-            rows.append(["each replica and A", "when its policy lets it", "", "in shared memory"])
+        synchronous = isinstance(self.strategy.aggregation, Synchronous)
+        frequency = "once a step" if synchronous else "when its policy lets it"
+        if self.whole_replicas:
+            rows.append(["each replica and A", frequency, "", "in shared memory on the server's host, else over TCP"])
+        elif not synchronous and self.strategy.replicas > 1:
+            rows.append(["each replica and A", frequency, "", "in shared memory"])
         return aligned(rows)
 
 
-def draw_mesh(strategy: Strategy | str, hosts: int | Sequence[int] | None = None) -> MeshDrawing:
+def draw_mesh(strategy: Strategy | str, hosts: int | Sequence[int] | None = None, engine: str = "local") -> MeshDrawing:
     """Return the drawing of a mesh as a value; args and errors are those of :func:`paceline.show_mesh`."""
-    s = Strategy.coerce(strategy)
+    s, whole_replicas = Strategy.coerce(strategy), engine.partition(":")[0] == "ray"
+    host_ranks = _ranks_by_replica(s, hosts) if whole_replicas else _ranks_in_a_row(s, hosts)
+    host_of = {rank: number for number, ranks in enumerate(host_ranks) for rank in ranks}
+    # In the order in which kinds are printed; within a kind by replica and stage.
+    kinds = [kind for kind, *_ in _KINDS]
+    groups = [
+        RankGroup(*group, tuple(sorted({host_of[rank] for rank in group[-1]})))
+        for group in sorted(_groups(s), key=lambda group: kinds.index(group[0]))
+        if not (whole_replicas and group[0] == "peers")  # each replica sends its Δ to the server
+    ]
+    return MeshDrawing(s, host_ranks, tuple(groups), whole_replicas)
+
+
+def _ranks_by_replica(s: Strategy, hosts: int | Sequence[int] | None) -> tuple[Sequence[int], ...]:
+    """Return the ranks of each host where each replica goes to one, by its cores."""
+    cores = [1] if hosts is None else [1] * hosts if isinstance(hosts, int) else list(hosts)
+    if not cores or min(cores) < 1:
+        raise InputError(f"hosts={hosts} are none, or one has no core; write hosts=1, or the cores of each, hosts=[4]")
+    placed = [list[ReplicaId]() for _ in cores]
+    for replica in range(s.replicas):
+        counts = dict(enumerate(map(len, placed)))
+        placed[next_host(counts, dict(enumerate(cores)))].append(replica)
+    return tuple([rank for replica in there for rank in s.mesh.replica_ranks(replica)] for there in placed)
+
+
+def _ranks_in_a_row(s: Strategy, hosts: int | Sequence[int] | None) -> tuple[range, ...]:
+    """Return the ranks of each host where hosts take them in their order."""
     if hosts is None and "LOCAL_WORLD_SIZE" in os.environ:
         per_host, total = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["WORLD_SIZE"])
         sizes = [min(per_host, total - start) for start in range(0, total, per_host)]
@@ -150,12 +184,7 @@ def draw_mesh(strategy: Strategy | str, hosts: int | Sequence[int] | None = None
         sizes = [s.workers // hosts] * hosts
     if sum(sizes) != s.workers or 0 in sizes:
         raise InputError(f"{_sizes_text(s)} = {s.workers} workers, but hosts={sizes} have {sum(sizes)}; write as many")
-    host_ranks = tuple(range(*ends) for ends in pairwise(accumulate(sizes, initial=0)))
-    host_of = [number for number, ranks in enumerate(host_ranks) for _ in ranks]
-    groups = [RankGroup(*group, tuple(sorted({host_of[rank] for rank in group[-1]}))) for group in _groups(s)]
-    # In the order in which kinds are printed; within a kind by replica and stage.
-    kinds = [kind for kind, *_ in _KINDS]
-    return MeshDrawing(s, host_ranks, tuple(sorted(groups, key=lambda group: kinds.index(group.kind))))
+    return tuple(range(*ends) for ends in pairwise(accumulate(sizes, initial=0)))
 
 
 def _groups(s: Strategy) -> Iterator[tuple[str, str, tuple[int, ...]]]:

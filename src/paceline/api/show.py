@@ -141,7 +141,7 @@ def sharding_of(program: Program, strategy: Strategy | str) -> ShardingReport | 
         return StagedSharding(tables)
 
 
-def show_mesh(strategy: Strategy | str, hosts: int | Sequence[int] | None = None) -> str:
+def show_mesh(strategy: Strategy | str, hosts: int | Sequence[int] | None = None, engine: str = "local") -> str:
     """Return the drawing of a mesh: ranks by replica, stage and shard, hosts, and the groups that communicate.
 
     Nothing is started. Each line of groups says how often they communicate, which shows the load on the network
@@ -150,13 +150,15 @@ def show_mesh(strategy: Strategy | str, hosts: int | Sequence[int] | None = None
     Args:
         strategy: a value or its text: ``"replicas=2 stages=2 shards=2"``.
         hosts: number of hosts over which the ranks are spread evenly, or the number of ranks of each host; None: as
-            torchrun spreads them if it started this process (``LOCAL_WORLD_SIZE`` on each host), else one host.
+            torchrun spreads them if it started this process (``LOCAL_WORLD_SIZE`` on each host), else one host. On Ray:
+            number of nodes with equally many cores, or the number of cores of each.
+        engine: ``ray`` places whole replicas, and A is with a server; all others place ranks in their order.
 
     Returns:
         The drawing.
 
     Raises:
-        InputError: the hosts don't have as many ranks as the strategy has workers.
+        InputError: the hosts don't have as many ranks as the strategy has workers; on Ray, one has no core.
 
     >>> print(show_mesh("replicas=2 stages=2 shards=2", hosts=2))
     replicas=2 × stages=2 × shards=2 = 8 ranks on 2 hosts; | is between two hosts
@@ -173,4 +175,4 @@ def show_mesh(strategy: Strategy | str, hosts: int | Sequence[int] | None = None
     placement: shards of a stage stand in a row, then the stages of a replica, then replicas; hosts take them in that
     order
     """
-    return str(draw_mesh(strategy, hosts))
+    return str(draw_mesh(strategy, hosts, engine))

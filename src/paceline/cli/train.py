@@ -85,7 +85,7 @@ def train(
     show_mesh: Annotated[
         bool, Option("--show-mesh", help="Print ranks, hosts and which of them communicate, and train nothing.")
     ] = False,
-    hosts: Annotated[int | None, Option(help="With --show-mesh: over how many hosts the ranks are spread.")] = None,
+    hosts: Annotated[int | None, Option(help="With --show-mesh: over how many hosts the workers are spread.")] = None,
     checkpoint: Annotated[
         Path | None, _checkpoints(help="Folder to save the run in while it lasts, and once at its end.")
     ] = None,
@@ -160,11 +160,11 @@ def _show(option: str, shared: Shared, program: str, strategy: str, hosts: int |
 
         sharding = sharding_of(shared.program(program), strategy)
         return str(sharding), sharding.to_json()
-    if shared.engine == "local" and hosts is None:
+    if hosts is None and shared.engine.partition(":")[0] in ("local", "ray"):
         from paceline.api.train import check
 
-        check(shared.program(program), strategy, steps=1)
+        check(shared.program(program), strategy, engine=shared.engine, steps=1)
     from paceline.api.mesh_drawing import draw_mesh
 
-    drawing = draw_mesh(strategy, hosts)
+    drawing = draw_mesh(strategy, hosts, shared.engine)
     return str(drawing), drawing.to_json()

@@ -13,14 +13,16 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from paceline.core.errors import InputError, WaitTimeoutError
 from paceline.core.safe_files import read_json, write_json
 from paceline.core.types import ReplicaId, Seconds
 from paceline.strategy import Strategy
+
+Host = TypeVar("Host")
 
 REQUEST, ANSWER = "scale-request.json", "scale-answer.json"
 
@@ -88,11 +90,27 @@ def fitting(strategy: Strategy, cores: Iterable[int]) -> int:
 
     >>> fitting(Strategy(replicas="2..8", threads=2), [4, 7]), fitting(Strategy(replicas="2..8"), [1])
     (5, 2)
+    >>> four = Strategy(replicas="1..8", stages=2, shards=2)  # workers a replica
+    >>> fitting(four, [7, 9]), fitting(four, [3, 2])
+    (3, 1)
     """
     if strategy.least_replicas is None:
         return strategy.replicas
     each = strategy.workers // strategy.replicas * (strategy.threads or 1)
     return max(strategy.least_replicas, min(strategy.replicas, sum(cores_of_host // each for cores_of_host in cores)))
+
+
+def next_host(replicas: Mapping[Host, int], cores: Mapping[Host, float]) -> Host:
+    """Return the host on which one more replica starts, all of its workers: the one with the fewest for its cores.
+
+    Args:
+        replicas: how many each host has; a host without one need not be there.
+        cores: of each host.
+
+    >>> next_host({"a": 1, "b": 2}, {"a": 2, "b": 4})
+    'b'
+    """
+    return min(cores, key=lambda host: (replicas.get(host, 0) + 1) / cores[host])
 
 
 def moves(staying: Collection[ReplicaId], replicas: int, bound: int) -> tuple[Sequence[ReplicaId], Sequence[ReplicaId]]:

@@ -25,7 +25,9 @@ def refuse(case: Case) -> None:
     s = case.strategy()
     # Engines of real time only: virtual time does not replace them.
     engines = [
-        f"'{name}'" for name, features in ENGINE_FEATURES.items() if row.feature in features and name != "virtual"
+        f"'{name}'"
+        for name, features in ENGINE_FEATURES.items()
+        if case.supports(row.feature, features) and name != "virtual"
     ]
     sentence = row.sentence.format(
         s=s,

@@ -16,6 +16,7 @@ Feature: TypeAlias = Literal[
     "async-stages",  # pipelines that never flush (PipeDream)
     "shards",  # replicas whose operators are divided
     "cuda",
+    "cuda-stages",  # pipelines on GPUs
     "compression",
     "shard_optimizer",
     "groups-shard_optimizer",  # the same where a replica is several workers
@@ -32,13 +33,15 @@ Feature: TypeAlias = Literal[
 # Beginning of a feature that an engine supports only where a replica is several workers.
 GROUPS = "groups-"
 
-_PARALLEL: frozenset[Feature] = frozenset({"stages", "async-stages", "shards", "cuda", "noise_scale"})
+_PARALLEL: frozenset[Feature] = frozenset({"stages", "async-stages", "shards", "cuda", "cuda-stages", "noise_scale"})
 
 # Features of the engines that come with Paceline; the planner chooses among engines without importing any.
 ENGINE_FEATURES: Mapping[str, frozenset[Feature]] = {
     "local": _PARALLEL | {"asynchronous", "in-place", "groups-shard_optimizer", "on_death", "elastic"},
     "virtual": frozenset({"asynchronous", "stages", "shards", "noise_scale", "virtual-time"}),
-    "ray": frozenset({"asynchronous", "cuda", "compression", "on_death", "servers", "standby", "elastic"}),
+    "ray": frozenset(
+        {"asynchronous", "stages", "shards", "cuda", "compression", "on_death", "servers", "standby", "elastic"}
+    ),
     "distributed": _PARALLEL | {"compression", "shard_optimizer", "shard_parameters", "on_death", "no-server"},
 }
 
@@ -144,6 +147,10 @@ class Case:
     def several_workers(self) -> bool:
         """True if a replica is several workers, or processes its batches by micro-batches."""
         return self.pipelined or self.shards > 1
+
+    def supports(self, feature: str, features: frozenset[Feature]) -> bool:
+        """Return whether an engine with these features has that one for replicas like these."""
+        return feature in features or (self.several_workers and GROUPS + feature in features)
 
     @property
     def flushes(self) -> bool:

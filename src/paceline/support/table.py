@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from paceline.core.delta import Change, Distance, Gradient, InPlace
-from paceline.support.case import GROUPS, Case
+from paceline.support.case import Case
 
 
 class Row(NamedTuple):
@@ -25,9 +25,7 @@ def _used(c: Case, field: str) -> bool:
 def _unsupported(field: str) -> Row:
     """Return the row of a field of the strategy that an engine does not support."""
     return Row(
-        lambda c: (
-            _used(c, field) and field not in c.features and not (c.several_workers and GROUPS + field in c.features)
-        ),
+        lambda c: _used(c, field) and not c.supports(field, c.features),
         "{feature}={value} is supported by engine={engines} alone, not by engine={engine}; leave it out, or write "
         "engine={engines}",
         field,
@@ -186,7 +184,7 @@ TABLE: tuple[Row, ...] = (
     Row(
         lambda c: _alone(c) and c.several_workers,
         "on_death={on_death}: under engine={engine} each rank of a replica of several workers has the only copy of its "
-        f"part of A; {_RESTART}, or engine='local'",
+        f"part of A; {_RESTART}, or engine='ray' (many hosts) or engine='local' (one)",
     ),
     Row(
         lambda c: _alone(c) and c.on_death == "replace",
@@ -253,16 +251,6 @@ TABLE: tuple[Row, ...] = (
     ),
     # --------------------------------------------------------------- Hogwild: replicas write one A, in one memory
     Row(
-        lambda c: _in_place(c) and not _real(c),
-        "aggregation={policy} writes memory that replicas share, but engine={engine} runs one replica at a time; write "
-        "engine=local",
-    ),
-    Row(
-        lambda c: _in_place(c) and "in-place" not in c.features,
-        "aggregation={policy} writes memory that replicas share, but the replicas of engine={engine} share none; write "
-        "engine=local",
-    ),
-    Row(
         lambda c: _in_place(c) and c.shards > 1,
         "aggregation={policy}: replicas write one A in place, but each of shards={s.shards} has a part of A of its "
         "own; write aggregation=asynchronous",
@@ -271,6 +259,16 @@ TABLE: tuple[Row, ...] = (
         lambda c: _in_place(c) and c.pipelined,
         "aggregation={policy}: replicas write one A in place, step by step, but each of stages={s.stage_count} has a "
         "part of A of its own; write aggregation=asynchronous",
+    ),
+    Row(
+        lambda c: _in_place(c) and not _real(c),
+        "aggregation={policy} writes memory that replicas share, but engine={engine} runs one replica at a time; write "
+        "engine=local",
+    ),
+    Row(
+        lambda c: _in_place(c) and "in-place" not in c.features,
+        "aggregation={policy} writes memory that replicas share, but the replicas of engine={engine} share none; write "
+        "engine=local",
     ),
     Row(
         lambda c: _in_place(c) and c.device != "cpu",
@@ -316,7 +314,8 @@ TABLE: tuple[Row, ...] = (
     Row(
         lambda c: not c.flushes and "async-stages" not in c.features,
         "schedule={s.schedule} moves weights within a stream of micro-batches, but engine={engine} computes each Δ as "
-        "one process does, by one version; write engine=local, or schedule=1f1b",
+        "one process does, by one version; write schedule=1f1b, or engine={engines}",
+        "async-stages",
     ),
     Row(
         lambda c: not c.flushes and c.replicas > 1,
@@ -412,10 +411,15 @@ TABLE: tuple[Row, ...] = (
         "engine={engine} computes on the CPU, not on device={s.device}; write device=cpu",
     ),
     Row(
-        # An engine with the feature in-place keeps A in memory that all its workers share.
-        lambda c: c.device != "cpu" and "in-place" in c.features and c.several_workers and c.served,
+        lambda c: c.device != "cpu" and c.several_workers and c.served,
         "device={s.device}: A is in the host's memory, and under aggregation={policy} each worker of a replica of "
         "several reads its part there; write device=cpu",
+    ),
+    Row(
+        lambda c: c.device != "cpu" and c.pipelined and "cuda-stages" not in c.features,
+        "device={s.device}: under engine={engine} the stages of a replica communicate through the host's memory; write "
+        "device=cpu, or engine={engines}",
+        "cuda-stages",
     ),
     _cpus_alone("compression"),
     Row(

@@ -14,6 +14,7 @@ import pytest
 
 from paceline import Run
 from paceline.engine.scaling import scale
+from tests.engine import programs
 from tests.engine.local import moments
 from tests.engine.local.commands import eventually
 
@@ -136,3 +137,38 @@ def test_no_fewer_than_the_bound(train_beside: Callable[..., Run], outside: Outs
     loop = functools.partial(gated, folder=tmp_path, gates={1: "go"})
     run = train_beside("replicas=2..3 aggregation=asynchronous", epochs=4, loop=loop, acts=acts)
     assert [exit_.reason.endswith("; replaced") for exit_ in run.left] == [True]
+
+
+@pytest.mark.parametrize("team", ["stages=2", "shards=2"])
+def test_replicas_of_several_workers_come_and_go_as_one(
+    on_ray: OnRay, outside: Outside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, team: str
+) -> None:
+    """The second one joins, leaves and joins again, while the first one waits; each batch is given out once."""
+    monkeypatch.setattr("paceline.engine.ray.cluster.Cluster.cores", lambda self: [3])
+
+    def acts() -> None:
+        eventually((outside.folder / "workers.json").exists)
+        assert len(outside.rows()) == 1
+        outside.scaled(2)
+        outside.mark("up")
+        scale(outside.folder, 1, timeout_s=60.0)
+        outside.mark("asked")
+        eventually(lambda: len(outside.rows()) == 1)
+        outside.mark("down")
+        outside.scaled(2)
+
+    def loop(worker: Any) -> None:
+        if worker.replica == 0:
+            gated(worker, folder=tmp_path, gates={2: "up", 20: "down", 40: "back"})
+        else:
+            (tmp_path / ("back" if (tmp_path / "down").exists() else "there")).touch()
+            gated(worker, folder=tmp_path, gates={5: "asked"}, pause_s=0.01)
+
+    with ThreadPoolExecutor(1) as pool:
+        acting = pool.submit(acts)
+        settings = {"loop": loop, "out": outside.folder, "timeout_s": 120.0, "suspect_after_s": 120.0}
+        run = on_ray(programs.program(), f"replicas=1..2 {team} aggregation=asynchronous", epochs=40, **settings)
+        acting.result(timeout=60.0)
+    assert run.summary["gradients"] == run.summary["applied"] == 40 * 13  # 50 = 12 · 4 + 2
+    assert len(run.summary["utilisation"]) == 4
+    assert not run.left

@@ -1,19 +1,20 @@
 """Replicas of several workers on Ray compute what one process computes, and live and die as a whole."""
 
 import functools
+import json
 import os
+import secrets
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.optim import SGD, Adam
 
-from paceline import Run, WorkerError, train
+from paceline import Run, Strategy, WorkerError, train
 from paceline.core.mesh import Coordinate
-from paceline.engine.ray.engine import RayEngine
 from tests import oracle
 from tests.engine import programs
 from tests.engine.local import test_on_death
@@ -33,28 +34,42 @@ STEPS = 6
 
 
 @pytest.fixture(autouse=True)
-def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table of what runs where has these to come."""
-    monkeypatch.setattr(RayEngine, "features", RayEngine.features | {"stages", "shards"})
-
-
-@pytest.fixture(autouse=True)
-def folders() -> Any:
+def folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No folder in which workers have met is left."""
-    before = {path.name for path in Path(tempfile.gettempdir()).glob("paceline-*")}
+    tokens, token_hex = list[str](), secrets.token_hex
+
+    def noted(size: int) -> str:
+        tokens.append(token_hex(size))
+        return tokens[-1]
+
+    monkeypatch.setattr("paceline.engine.ray.ray_run.secrets.token_hex", noted)
     yield
-    left = {path.name for path in Path(tempfile.gettempdir()).glob("paceline-*")} - before
-    assert not {name for name in left if len(name) == len("paceline-") + 32}
+    assert tokens
+    assert not [token for token in tokens if (Path(tempfile.gettempdir()) / f"paceline-{token}").exists()]
+
+
+def reading(worker: Any, *, folder: Path) -> None:
+    """The plain loop, in which the first replica keeps a copy of the run's list of workers."""
+    for batch in worker.batches():
+        worker.step(batch)
+        if worker.replica == 0:
+            (folder / "seen.json").write_bytes((folder / "run" / "workers.json").read_bytes())
 
 
 @pytest.mark.parametrize("team", TEAMS)
-def test_in_lockstep_they_are_one_process(on_ray: OnRay, team: str) -> None:
+def test_in_lockstep_they_are_one_process(on_ray: OnRay, tmp_path: Path, team: str) -> None:
+    """The run's folder says of each worker which process on which node it is."""
     program = programs.program(optimizer=functools.partial(SGD, lr=0.1, momentum=0.9), clip_norm=0.05)
-    run = on_ray(program, f"replicas=2 {team}", steps=STEPS)
+    loop, strategy = functools.partial(reading, folder=tmp_path), Strategy.parse(f"replicas=2 {team}")
+    run = on_ray(program, strategy, steps=STEPS, loop=loop, out=tmp_path / "run")
     oracle.assert_same(run.model, oracle.one_process(program, 2, STEPS), ROUNDING)
     assert run.summary["updates"] == run.summary["steps"] == STEPS
-    workers = 2 * (3 if "[2,1]" in team else max(1, 2 ** (team.count("stages=2") + team.count("shards=2"))))
-    assert len(run.summary["utilisation"]) == len(run.summary["parameter_bytes"]) == workers
+    rows = [row for row in json.loads((tmp_path / "seen.json").read_text()) if row["role"] == "replica"]
+    places = [Coordinate(row["replica"], row["stage"], row["shard"]) for row in rows]
+    assert places == [strategy.mesh.coordinate(rank) for rank in range(strategy.workers)]
+    assert len({row["pid"] for row in rows}) == len(run.summary["utilisation"]) == strategy.workers
+    assert len({row["node"] for row in rows}) == 1
+    assert run.summary["optimizer_bytes"] == [0] * strategy.workers
 
 
 @pytest.mark.parametrize("team", ["stages=2 micro_batches=2", "shards=2"])
@@ -76,6 +91,15 @@ def test_several_count_each_delta_once(on_ray: OnRay, policy: str, team: str) ->
     assert run.summary["gradients"] + run.summary["cancelled"] == 3 * STEPS
     assert run.summary["gradients"] == run.summary["applied"] + run.summary["discarded"]
     assert sum(run.summary["staleness"].values()) == run.summary["applied"] > 0
+
+
+@pytest.mark.parametrize("team", ["stages=2 micro_batches=2", "shards=2"])
+def test_a_may_be_in_several_servers(on_ray: OnRay, team: str) -> None:
+    program = programs.program(optimizer=functools.partial(SGD, lr=0.1, momentum=0.9), clip_norm=0.05)
+    run = on_ray(program, f"replicas=2 servers=2 {team}", steps=STEPS)
+    oracle.assert_same(run.model, oracle.one_process(program, 2, STEPS), ROUNDING)
+    whole = on_ray(program, f"replicas=2 servers=1 {team}", steps=STEPS)
+    assert run.summary["notes"]["server_optimizer_bytes"] == whole.summary["notes"]["server_optimizer_bytes"] > 0
 
 
 # --------------------------------------------------------------------------------------------------------------- deaths

@@ -1,7 +1,10 @@
 """Budgets, records, spans, loops and delays on actors, as on the local engine."""
 
+import functools
 import json
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import SGD
 
 from paceline import Run
 from paceline.aggregation import Aggregation
 from paceline.core.registry import family_of
 from paceline.datasets import load_program
 from paceline.engine.ray.engine import RayEngine
+from paceline.engine.ray.server_client import ServerClient
 from tests.engine import programs
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
@@ -64,13 +69,43 @@ def test_spans_lie_on_one_clock(on_ray: OnRay) -> None:
 
 
 def test_the_summary_has_a_hosts_figures(on_ray: OnRay) -> None:
-    run = on_ray(programs.program(), "replicas=2", steps=6)
+    program = programs.program(optimizer=functools.partial(SGD, lr=0.1, momentum=0.9))
+    run = on_ray(program, "replicas=2", steps=6)
     size = 4 * sum(p.numel() for p in run.model.parameters()) * 2  # float64
     assert run.summary["parameter_bytes"] == [size, size]
     assert run.summary["payload_bytes_per_step"] == run.summary["payload_formula_bytes_per_step"] == 4 * size
     assert all(0 < share <= 1 for share in run.summary["utilisation"])
     assert all(peak > 10**6 for peak in run.summary["peak_memory_bytes"])
     assert run.summary["step_time_s"] > 0
+    assert run.summary["optimizer_bytes"] == [0, 0]
+    assert run.summary["notes"]["server_optimizer_bytes"] == size  # momentum
+
+
+def test_training_begins_once_all_replicas_are_built(
+    on_ray: OnRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What takes long to build takes nothing of a budget in seconds."""
+    begun, call = list[int](), ServerClient.call
+
+    def noted(server: ServerClient, method: str, *args: Any) -> Any:
+        if method == "begin":
+            begun.append(time.monotonic_ns())
+        return call(server, method, *args)
+
+    monkeypatch.setattr(ServerClient, "call", noted)
+
+    def built() -> nn.Module:
+        model = programs.program().build()
+        (tmp_path / f"built-{os.getpid()}").write_text(str(time.monotonic_ns()))
+        return model
+
+    def loop(worker: Any) -> None:
+        (tmp_path / f"replica-{worker.replica}").write_text((tmp_path / f"built-{os.getpid()}").read_text())
+        for batch in worker.batches():
+            worker.step(batch)
+
+    on_ray(programs.program(model=built), "replicas=2", steps=2, loop=loop)
+    assert all(int((tmp_path / f"replica-{replica}").read_text()) < begun[0] for replica in range(2))
 
 
 def test_loops_of_ones_own_written_where_they_are_used(on_ray: OnRay) -> None:

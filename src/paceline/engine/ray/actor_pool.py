@@ -18,6 +18,7 @@ from paceline.engine.ray.cluster import missing_package
 from paceline.engine.ray.evaluation_actor import EvaluatorActor
 from paceline.engine.ray.replica import ReplicaActor
 from paceline.engine.ray.server_actor import ServerActor
+from paceline.engine.scaling import next_host
 
 # Time that a process that imports torch may take to start with others, in addition to timeout_s.
 EACH_S: Seconds = 10.0
@@ -182,13 +183,13 @@ class ActorPool:
             self.others.append(new_server(NodeAffinitySchedulingStrategy(node, soft=False)))
 
     def _new_replica(self) -> Any:
-        """Start a replica, all of its workers, on the node with the fewest replicas for its cores.
+        """Start a replica, all of its workers, on one node.
 
         Ray 2.60's SPREAD, and its soft affinity, may put three of four actors on one node of two.
         """
         counts = Counter(self._nodes[replica] for replica in self.replicas)
         cores: dict[str, float] = {n["NodeID"]: n["Resources"].get("CPU", 1.0) for n in ray.nodes() if n["Alive"]}
-        node = min(cores, key=lambda node: (counts[node] + 1) / cores[node])
+        node = next_host(counts, cores)
         # Which node has a free GPU is Ray's to find.
         strategy = "SPREAD" if self._gpus else NodeAffinitySchedulingStrategy(node, soft=False)
         options = {"num_cpus": 0, "num_gpus": self._gpus, "scheduling_strategy": strategy}

@@ -161,6 +161,11 @@ class OtherServers:
         others = (state_of(part.layout, own) for part, own in zip(slices[1:], arrays, strict=True))
         return joined(slices, [state, *others])
 
+    async def optimizer_bytes(self) -> int:
+        """Return the size of the optimizer's state that they have."""
+        sizes: list[int] = await asyncio.gather(*(actor.ask.remote("optimizer_bytes") for actor in self._actors))
+        return sum(sizes)
+
     def close(self) -> None:
         """Close the connections."""
         self._tasks.cancel()

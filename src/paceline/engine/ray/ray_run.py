@@ -21,7 +21,7 @@ import ray
 from paceline.checkpoint.fingerprint import versions
 from paceline.core.errors import WaitTimeoutError, WorkerError, failure_of, raised_text
 from paceline.core.mesh import Coordinate
-from paceline.core.records import Account
+from paceline.core.records import Account, WorkerFigures
 from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.base import Job, Outcome, Progress, Watcher
 from paceline.engine.checkpointing import tell
@@ -85,7 +85,8 @@ class RayRun:
         """Of the workers of replicas that have several."""
         self._dead: list[Any] = []
         self._spans: list[Span] = []
-        self._status = messages.RunStatus("starting", Progress("starting", 0.0), None, ())
+        waiting = tuple(range(self._replicas))
+        self._status = messages.RunStatus("starting", Progress("starting", 0.0), None, waiting)
         self._status_request: Any = None
         self._requested_s = 0.0
         self._begun = self._interrupted = False
@@ -124,8 +125,6 @@ class RayRun:
                 self._server.begin("interrupt")
             actors.settle({ref: actors.replicas[part.replica] for ref, (part, _) in self._running.items()}, grace_s)
             actors.drop(self._dead)
-            if self._job.strategy.spread:  # they are a process group of this run
-                actors.drop([*actors.replicas])
             actors.settle({actor.close.remote(): actor for actor in self._server.close()}, grace_s)
         model = write(self._module, messages.state_of(self._layout, result.state))
         spans = training_spans([*self._spans, *result.spans], result.began_ns) if self._job.trace else []
@@ -138,12 +137,14 @@ class RayRun:
             return account
         since_s = account.seconds - account.earlier_s
         known = {Coordinate(row.replica): row for row in account.workers}
-        rows = [
-            worker_figures(place, *self._measured[place], since_s) if place in self._measured else known[place]
-            for replica in known
-            for place in self._workers_of(replica.replica)
-            if place in self._measured or place in known
-        ]
+        rows = list[WorkerFigures]()
+        for first, row in known.items():
+            for place in self._workers_of(first.replica):
+                if place in self._measured:
+                    measured = worker_figures(place, *self._measured[place], since_s)
+                    rows.append(replace(measured, optimizer_bytes=row.optimizer_bytes))
+                elif place == first:
+                    rows.append(row)
         return replace(account, workers=tuple(rows))
 
     # ------------------------------------------------------------------------------------------------------ the phases

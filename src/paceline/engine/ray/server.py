@@ -259,10 +259,11 @@ class ServerRun:
             self._finish()
         self._break_off()
         loop.ended_late(late, self._run.now())
-        notes: dict[str, str | int | float] = {"threads": threads(self._job.strategy), **self._checkpointer.notes()}
-        account = state.account(notes | self._late.pace.notes(), signal)
         records = sorted(loop.history.records, key=lambda record: record.time_s)
         whole = await self._others.joined("newest", state.executor.owner.state, state.executor.slices)
+        optimizer_bytes = state.executor.owner.flat_optimizer.nbytes + await self._others.optimizer_bytes()
+        notes = {"threads": threads(self._job.strategy), "server_optimizer_bytes": optimizer_bytes}
+        account = state.account(self._checkpointer.notes() | self._late.pace.notes() | notes, signal)
         arrays, spans = messages.arrays_of(whole), state.executor.spans.read()
         return messages.Result(arrays, records, account, spans, self._run.began, tuple(self._sentences[known:]))
 

@@ -18,6 +18,7 @@ from paceline.core.types import Nanoseconds, ReplicaId, Seconds
 from paceline.engine.base import Job, Progress
 from paceline.engine.evaluation import EvaluationQueue
 from paceline.engine.loop import RunLoop
+from paceline.engine.own_states import keeps_own_state
 from paceline.engine.ray import messages
 from paceline.engine.ray.executor import ALONE, RayExecutor, ServerShare
 from paceline.engine.replacement import DeathCounter
@@ -249,6 +250,8 @@ class ServerState:
             for r, record in enumerate(self.records)
             if r in self.members
         ]
+        if not keeps_own_state(self.context):  # the servers have the only optimizer
+            workers = [replace(row, optimizer_bytes=0) for row in workers]
         notes = {**notes, **self.notes}
         interrupted = signal is not None
         return loop.history.account(self.seconds, workers, loop.exits, notes, interrupted=interrupted, signal=signal)

@@ -97,6 +97,10 @@ class SliceRun:
         await self._until(after)
         return messages.arrays_of(self._state.executor.owner.state)
 
+    async def optimizer_bytes(self) -> int:
+        """Return the size of this slice of the optimizer's state."""
+        return self._state.executor.owner.flat_optimizer.nbytes
+
     def close(self) -> None:
         """End the run."""
         self._over.set()
