@@ -64,6 +64,13 @@ def test_from_another_host_and_without_streams(engine: RayEngine, loop: Any) -> 
     oracle.assert_same(run.model, oracle.one_process(program, 3, 4), ROUNDING)
 
 
+@pytest.mark.parametrize("team", ["stages=2", "shards=2", "stages=2 shards=2"])
+def test_over_replicas_of_several_workers(on_ray: OnRay, team: str) -> None:
+    program = programs.program(model=programs.wide, optimizer=MOMENTUM, clip_norm=0.5)
+    run = on_ray(program, f"replicas=2 {team} servers=2", steps=4)
+    oracle.assert_same(run.model, oracle.one_process(program, 2, 4), ROUNDING)
+
+
 def test_more_servers_than_parameters(on_ray: OnRay) -> None:
     program = programs.program(optimizer=functools.partial(Adagrad, lr=0.1))
     run = on_ray(program, "replicas=2 servers=6", steps=3)

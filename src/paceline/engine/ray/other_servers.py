@@ -157,14 +157,22 @@ class OtherServers:
         """
         if not self._actors:
             return state
-        arrays = await asyncio.gather(*(actor.ask.remote(method, self._sent) for actor in self._actors))
+        arrays = await self._ask(method, self._sent)
         others = (state_of(part.layout, own) for part, own in zip(slices[1:], arrays, strict=True))
         return joined(slices, [state, *others])
 
     async def optimizer_bytes(self) -> int:
         """Return the size of the optimizer's state that they have."""
-        sizes: list[int] = await asyncio.gather(*(actor.ask.remote("optimizer_bytes") for actor in self._actors))
-        return sum(sizes)
+        return sum(await self._ask("optimizer_bytes"))
+
+    async def _ask(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of all of them and return the results."""
+        calls = [actor.ask.remote(method, *args) for actor in self._actors]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        for number, result in enumerate(results, 1):
+            if isinstance(result, BaseException):
+                raise ServerLostError(f"server {number} died, and its slice of A with it: {result}") from result
+        return results
 
     def close(self) -> None:
         """Close the connections."""
