@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from paceline import Aggregation, Decision, PacelineError, Strategy, train
-from paceline.aggregation import LocalSteps
+from paceline.aggregation import Decoupled, LocalSteps
 from paceline.clock.distributions import Constant
 from paceline.engine.coordinator import Coordinator
 from paceline.planner.policies import pace
@@ -139,3 +139,4 @@ def test_the_planner_simulates_timers() -> None:
     found = pace(EverySecond(), 2, Constant(0.75), arrivals=1000)
     assert found.update_s == pytest.approx(1.0)
     assert found.batches == 2.0
+    assert pace(Decoupled(period=4), 4, Constant(0.75), arrivals=1000).update_s == pytest.approx(3.0)

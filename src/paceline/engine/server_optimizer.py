@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.aggregation.base import NOTHING, Aggregation
+from paceline.aggregation.decoupled import Decoupled
 from paceline.aggregation.local_steps import LocalSteps, Outer
 from paceline.checkpoint.base import TensorChunk
 from paceline.checkpoint.reader import Checkpoint
@@ -39,7 +40,7 @@ def update_rule(program: Program, policy: Aggregation[Any]) -> UpdateRule:
     """Return what makes the optimizer of A, and its scheduler; it steps on Σ weight·Δ, of changes on the negative."""
     if not isinstance(policy.delta, (Change, Distance)):
         return program.optimizer, program.scheduler
-    outer = policy.outer if isinstance(policy, LocalSteps) else None
+    outer = policy.outer if isinstance(policy, LocalSteps | Decoupled) else None
     rule = outer or Outer(lr=1.0, momentum=0.0, nesterov=False)
     return partial(torch.optim.SGD, **asdict(rule)), None
 
