@@ -29,6 +29,7 @@ WORKERS = {"one process": 1, "`shards`": 2, "branches": 2, "`stages`": 2, "`stag
 
 OPTIONS = {
     "buffered": ":k=1",
+    "decoupled": ":period=2",
     "elastic-averaging": ":period=2,elasticity=0.1",
     "local-steps": ":period=2",
     "smooth-switch": ":every=3",
@@ -112,7 +113,7 @@ def _told_of(cell: Cell, name: str, told: str) -> str:
 @functools.cache
 def oracle(policy: str) -> Mapping[str, Tensor]:
     """What one process comes to: a lone replica's gradients are applied one after the other, whoever decides it."""
-    own = policy in ("elastic-averaging", "local-steps")
+    own = policy in ("decoupled", "elastic-averaging", "local-steps")
     return dict(_run(f"aggregation={policy}{OPTIONS[policy]}" if own else "", "virtual").state)
 
 

@@ -4,6 +4,7 @@ the program's fields, the order of the data, the seed of a step and the draws of
 
 import functools
 import heapq
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -223,6 +224,79 @@ def downpour(program: Program, times: Times, replicas: int, pushes: int, period:
         state = state | {n: state[n] + d for n, d in change.items()}
         read[event.replica] = state
     return state
+
+
+class Rounds:
+    """DiLoCo whose rounds wait for a quorum, and a while; :meth:`run` returns A, and when each round was merged.
+
+    Each replica walks on from its own x while its change is on the way to A; x takes over what A has of the others'.
+    """
+
+    def __init__(self, program: Program, times: Times, replicas: int, period: int, quorum: int, grace: float) -> None:
+        self.workers, self.data = [Plain(program) for _ in range(replicas)], order(program, replicas)
+        self.streams = [times.stream("compute", program.seed, r) for r in range(replicas)]
+        self.period, self.quorum, self.grace, self.outer = period, quorum, grace, nesterov(0.7, 0.9)
+        self.state = self.workers[0].values()
+        self.starts = [self.state] * replicas
+        self.began: list[float | None] = [None] * replicas
+        self.mean: list[float] = [math.inf] * replicas
+        self.made, self.now, self.merged = [0] * replicas, 0.0, list[float]()
+        self.queue, self.present = list[Event](), set(range(replicas))
+        self.open: dict[int, tuple[Values, int]] = {}
+        self.late: dict[int, tuple[Values, int]] = {}
+        self.closes = math.inf
+
+    def run(self, pushes: int) -> tuple[Values, list[float]]:
+        for replica in range(len(self.workers)):
+            self.begin(replica)
+        while self.queue:
+            enough = len(self.open.keys() & self.present) >= min(self.quorum, len(self.present))
+            deadline = self.now if self.closes == math.inf else self.closes
+            if self.open and enough and deadline < self.queue[0].time_s:
+                self.now = max(self.now, deadline)
+                self.merge(pushes)
+            else:
+                self.arrive(heapq.heappop(self.queue), pushes)
+            while self.open and self.present <= self.open.keys():
+                self.merge(pushes)
+        return self.state, self.merged
+
+    def begin(self, replica: int) -> None:
+        walked = sum(next(self.streams[replica]) for _ in range(self.period))
+        heapq.heappush(self.queue, Event(self.now + walked, replica, self.made[replica]))
+
+    def arrive(self, event: Event, pushes: int) -> None:
+        replica, worker, self.now = event.replica, self.workers[event.replica], event.time_s
+        began, mean = self.began[replica], self.mean[replica]
+        if began is not None:
+            self.mean[replica] = self.now - began if mean == math.inf else (self.now - began + mean) / 2
+        batches = [self.data.batch(replica, event.clock * self.period + i) for i in range(self.period)]
+        walk(worker.load(self.starts[replica]), batches)
+        change = {n: p.detach() - self.starts[replica][n] for n, p in worker.trained.items()}
+        self.made[replica] += 1
+        if replica in self.open:
+            self.late[replica] = change, sum(map(len, batches))
+        else:
+            self.open[replica] = change, sum(map(len, batches))
+            self.go_on(replica, change, pushes)
+
+    def go_on(self, replica: int, change: Values, pushes: int) -> None:
+        self.starts[replica] = {n: value + change[n] for n, value in self.state.items()}
+        self.began[replica] = self.now
+        self.closes = min(self.closes, self.now + self.grace * self.mean[replica])
+        if self.made[replica] == pushes:
+            self.present.remove(replica)
+        else:
+            self.begin(replica)
+
+    def merge(self, pushes: int) -> None:
+        samples = sum(n for _, n in self.open.values())
+        mean = {n: sum(self.open[r][0][n] * (self.open[r][1] / samples) for r in sorted(self.open)) for n in self.state}
+        self.state = self.state | self.outer(self.state, mean)
+        self.merged.append(self.now)
+        self.open, self.late, self.closes = self.late, {}, math.inf
+        for replica in sorted(self.open):
+            self.go_on(replica, self.open[replica][0], pushes)
 
 
 def elastic(program: Program, times: Times, replicas: int, pushes: int, period: int, alpha: float) -> Values:

@@ -23,6 +23,7 @@ POLICIES = (
     "buffered:k=2",
     "local-steps:period=2",
     "elastic-averaging:period=8,elasticity=0.1",
+    "decoupled:period=2",
     "hogwild",
 )
 ROWS = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", PAGE, re.M)

@@ -18,6 +18,7 @@ PUBLIC = [
     "CollectiveError",
     "Comparison",
     "Decision",
+    "Decoupled",
     "Discard",
     "ElasticAveraging",
     "Hogwild",

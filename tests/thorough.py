@@ -154,6 +154,7 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/engine/ray/test_ray_standby.py::test_two_deaths_in_a_row_end_the_run", KILLS),
     Thorough("tests/engine/ray/test_ray_standby.py::test_while_replicas_are_replaced", KILLS),
     Thorough("tests/engine/ray/test_ray_suspects.py", KILLS, but_first=True),
+    Thorough("tests/engine/ray/test_ray_timers.py", KILLS, but_first=True),
     Thorough("tests/planner/test_auto.py", PLANNER),
     Thorough("tests/planner/test_short_runs.py", PLANNER),
     Thorough("tests/planner/test_probe.py", PLANNER),

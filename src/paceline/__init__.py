@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from paceline.aggregation.asynchronous import Asynchronous
     from paceline.aggregation.base import Aggregation, Apply, Arrival, Cancel, Decision, Discard, Release
     from paceline.aggregation.buffered import Buffered
+    from paceline.aggregation.decoupled import Decoupled
     from paceline.aggregation.elastic_averaging import ElasticAveraging
     from paceline.aggregation.hogwild import Hogwild
     from paceline.aggregation.local_steps import LocalSteps
@@ -59,6 +60,7 @@ __all__ = [
     "CollectiveError",
     "Comparison",
     "Decision",
+    "Decoupled",
     "Discard",
     "ElasticAveraging",
     "Hogwild",
@@ -100,8 +102,8 @@ __all__ = [
 
 # Module -> the public names in it.
 _NAMES = {
-    "aggregation": "Aggregation Asynchronous Buffered ElasticAveraging Hogwild LocalSteps SmoothSwitch "
-    "StaleSynchronous Synchronous",
+    "aggregation": "Aggregation Asynchronous Buffered Decoupled ElasticAveraging Hogwild LocalSteps "
+    "SmoothSwitch StaleSynchronous Synchronous",
     "aggregation.base": "Apply Arrival Cancel Decision Discard Release",
     "api.compare": "Comparison compare",
     "api.plan": "Plans plan",

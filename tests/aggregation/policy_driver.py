@@ -1,4 +1,4 @@
-"""A world without tensors and time that obeys a policy, and checks the contract at every step."""
+"""A world without tensors that obeys a policy, and checks the contract at every step."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from paceline.aggregation.base import Action, Aggregation, Apply, Arrival, Cancel, Discard, Release
 
 Event = tuple[str, int, int]
-"""What happens, to which of those to whom it can happen, and the samples of its Δ."""
+"""What happens, to which of those to whom it can happen, and the samples of its Δ: so many seconds after the last."""
 
 EVENTS = st.lists(
     st.tuples(
@@ -26,6 +26,8 @@ class World:
     def __init__(self, policy: Aggregation[Any], replicas: int) -> None:
         self.policy, self.state = policy, policy.start(replicas)
         self.version = 0
+        self.time_s = 0.0
+        self.ticks: list[float] = []
         self.computing = dict.fromkeys(range(replicas), 0)  # replica -> the version it has read
         self.waiting: set[int] = set()
         self.gone: list[int] = []
@@ -42,6 +44,7 @@ class World:
 
     def play(self, events: list[Event]) -> "World":
         for what, whom, samples in events:
+            self.wait(self.time_s + samples)
             candidates = {"arrive": sorted(self.computing), "leave": sorted(self.alive), "join": self.gone}[what]
             if candidates:
                 replica = candidates[whom % len(candidates)]
@@ -52,13 +55,25 @@ class World:
         """Everybody is done: those who compute bring one more Δ and leave when they are released."""
         self.ending = True
         while self.computing:
+            self.wait(self.time_s + 1)
             self.arrive(min(self.computing), 1)
+        return self
+
+    def wait(self, until_s: float) -> "World":
+        """What arrives at a deadline comes before it."""
+        while (deadline := self.policy.deadline(self.state)) is not None and max(deadline, self.time_s) < until_s:
+            self.time_s = max(deadline, self.time_s)
+            self.ticks.append(self.time_s)
+            self._obey("tick", self.time_s)
+            later = self.policy.deadline(self.state)
+            assert later is None or later > self.time_s, "ticks without end"
+        self.time_s = until_s
         return self
 
     def arrive(self, replica: int, samples: int = 1) -> None:
         self.clocks[replica] += 1
         clock = self.clocks[replica]
-        arrival = Arrival(replica, self.computing.pop(replica), clock, samples, 0.0, loss=1 / clock)
+        arrival = Arrival(replica, self.computing.pop(replica), clock, samples, self.time_s, loss=1 / clock)
         self.waiting.add(replica)
         self.held.append(arrival)
         self._obey("arrived", arrival)
@@ -114,7 +129,8 @@ class World:
         fate.extend(arrivals)
 
     def _check(self) -> None:
-        assert not self.waiting or self.computing, "all who are there wait: a deadlock"
+        timed = self.policy.deadline(self.state) is not None
+        assert not self.waiting or self.computing or timed, "all who are there wait: a deadlock"
         assert self.alive or not self.held, "nobody is there, and Δs are held"
         assert self.policy.waits_for(self.state) >= 1
 
@@ -127,7 +143,7 @@ def arrivals(policy: Aggregation[Any], replicas: int, order: str, samples: int =
     """The replicas of ``order``, a digit each, arrive one after the other."""
     world = World(policy, replicas)
     for digit in order:
-        world.arrive(int(digit), samples)
+        world.wait(world.time_s + 1).arrive(int(digit), samples)
     return world
 
 

@@ -39,9 +39,14 @@ TEXTS = [
     "buffered:k=3,hold=false,cancel=true",
     "local-steps:over=(buffered:k=2,cancel=true)",
     "elastic-averaging:synchronous=true",
+    "decoupled:quorum=2,grace=0",
+    "decoupled:quorum=all",
+    "decoupled:quorum=0.3,hold=true",
+    "decoupled:quorum=all,hold=true,grace=2",
 ]
 
 PATIENT = {"synchronous", "asynchronous", "stale-synchronous", "smooth-switch", "buffered", "local-steps", "hogwild"}
+PATIENT |= {"decoupled"}
 NEVER_LATE = [t for t in TEXTS if t.partition(":")[0] in PATIENT and "backups" not in t]
 """Those that use every Δ that holds a sample; others may drop some, that is theirs to decide."""
 
@@ -68,7 +73,9 @@ def test_only_what_has_no_sample_is_discarded(text: str, replicas: int, events: 
     assert all(a.samples == 0 for a in world.discarded)
 
 
-@pytest.mark.parametrize("text", ["synchronous", "smooth-switch:every=3", "buffered:k=3", "buffered:k=3,hold=false"])
+@pytest.mark.parametrize(
+    "text", ["synchronous", "smooth-switch:every=3", "buffered:k=3", "buffered:k=3,hold=false", "decoupled"]
+)
 @CHECK
 @given(REPLICAS, EVENTS)
 def test_means_weigh_by_samples(text: str, replicas: int, events: list[Event]) -> None:

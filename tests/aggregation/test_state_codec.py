@@ -25,6 +25,8 @@ POLICIES = [
     "local-steps:period=4",
     "local-steps:period=2,over=asynchronous",
     "elastic-averaging",
+    "decoupled",
+    "decoupled:quorum=all,hold=true",
     "hogwild",
 ]
 

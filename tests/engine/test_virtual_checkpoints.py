@@ -32,6 +32,8 @@ POLICIES = {
     "local-steps:period=3": {},
     "local-steps:period=4,fragments=2,overlap=1,outer=nesterov": {},
     "elastic-averaging:period=2": {},
+    "decoupled:period=2,quorum=2,grace=0.9": {},
+    "decoupled:period=3,quorum=2,grace=0.9,hold=true": {},
 }
 TIMES = "compute=normal:mean=0.01,std=0.005 transfer=exponential:mean=0.001 apply=exponential:mean=0.001"
 OPTIONS: dict[str, Any] = {"delay": "fraction=0.5 normal:mean=0,std=0.02", "times": TIMES, "progress": False}

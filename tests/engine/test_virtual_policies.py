@@ -144,6 +144,28 @@ def test_downpour(optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("quorum", "grace"), [(1, 0.0), (2, 0.0), (2, 0.5), (3, 0.9), (4, 0.5)])
+def test_rounds_of_those_that_are_in_time(optimizer: str, quorum: int, grace: float) -> None:
+    job = program(optimizer, train=programs.data(samples=48))
+    trained = run(job, f"decoupled:period=3,quorum={quorum},grace={grace}", delay=None, steps=30)
+    values, merged = oracle.Rounds(job, Times.parse(TIMES), REPLICAS, 3, quorum, grace).run(10)
+    oracle.assert_same(trained.model, values, NORMALISED if optimizer == "adam" else ROUNDING)
+    assert trained.summary["updates"] == len(merged)
+    assert trained.summary["applied"] == 10 * REPLICAS
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_rounds_of_all_that_wait_are_diloco(optimizer: str) -> None:
+    """To the bit, whatever the window, also where changes are of uneven numbers of samples."""
+    one, other = (
+        run(program(optimizer), aggregation)
+        for aggregation in ("decoupled:period=3,quorum=all,hold=true", "local-steps:period=3,outer=nesterov")
+    )
+    oracle.assert_same(one.model, dict(other.model.named_parameters()), 0.0)
+    assert one.history == other.history
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("alpha", [0.1, 1.0])
 def test_elastic_averaging(optimizer: str, alpha: float) -> None:
     job = program(optimizer)

@@ -50,6 +50,7 @@ class Weightless:
         self._streams = [distribution(k).stream(np.random.default_rng([1, r])) for r, k in enumerate(kinds)]
         self._samples, self._finite = samples, finite
         self.events: EventQueue[Arrival] = EventQueue()
+        self.now_s = 0.0
         self.clocks = [0] * replicas
         self.current: dict[int, int] = {}
         self.arrived: list[Arrival] = []
@@ -72,7 +73,13 @@ class Weightless:
         """
         self.coordinator.begin()
         happened = 0
-        while self.events and self.coordinator.version < updates:
+        while self.coordinator.present and self.coordinator.version < updates:
+            if (deadline := max(self.coordinator.deadline, self.now_s)) < self.events.next_s:
+                self.now_s = deadline
+                self.coordinator.tick(self.now_s)
+                continue
+            if not self.events:
+                break
             victim = (die or {}).get(happened)
             happened += 1
             if victim is not None and victim in self.coordinator.present:
@@ -80,6 +87,7 @@ class Weightless:
                 self.dead.append(victim)
                 self.coordinator.left(victim, "died")
             arrival = self.events.pop()
+            self.now_s = self.events.now_s
             if self.current.get(arrival.replica) == arrival.clock:
                 del self.current[arrival.replica]
                 self.arrived.append(arrival)
@@ -94,7 +102,7 @@ class Weightless:
         k = self.clocks[replica]
         self.batches[replica, k + 1] = batches
         self.clocks[replica] = self.current[replica] = k + 1
-        time_s = self.events.now_s + next(self._streams[replica])
+        time_s = self.now_s + next(self._streams[replica])
         samples, finite = self._samples(replica, k), self._finite(replica, k)
         self.events.push(time_s, Arrival(replica, self.coordinator.version, k + 1, samples, time_s, finite, 1.0))
 

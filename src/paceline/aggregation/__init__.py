@@ -10,6 +10,7 @@ from paceline.aggregation.adaptive import Adaptive
 from paceline.aggregation.asynchronous import Asynchronous
 from paceline.aggregation.base import Aggregation, parse
 from paceline.aggregation.buffered import Buffered
+from paceline.aggregation.decoupled import Decoupled
 from paceline.aggregation.elastic_averaging import ElasticAveraging
 from paceline.aggregation.hogwild import Hogwild
 from paceline.aggregation.local_steps import LocalSteps, Outer
@@ -32,6 +33,7 @@ __all__ = [
     "Asynchronous",
     "Buffered",
     "Curve",
+    "Decoupled",
     "ElasticAveraging",
     "Exponential",
     "Hogwild",

@@ -17,6 +17,12 @@ The life of a replica, as a policy sees it::
                                                                 v
                  left(replica, "done" | "died" | "cancelled"): P shrinks
 
+Between arrivals a policy may have a timer: at its ``deadline`` the engine calls ``tick``. All times are the run's, in
+seconds, as in :attr:`Arrival.time_s`::
+
+    arrived(Δ at 0.7 s)   arrived(Δ at 1.0 s)
+            |                     | tick(1.0 s)       the state's deadline is 1.0 s; Δs that are there then come first
+
 A Δ, once arrived, belongs to the policy until it names it in exactly one :class:`Apply` or :class:`Discard`. It stays
 good when its replica leaves afterwards. When no replica is left, no Δ may stay behind: with P = 0 a policy
 applies or discards all that it holds.
@@ -116,7 +122,11 @@ class Aggregation(ABC, Generic[S]):
 
     @property
     def delta(self) -> Delta:
-        """Kind of Δ that a replica computes between two pushes."""
+        """Kind of Δ that a replica computes between two pushes.
+
+        Of a change, a policy's field ``outer``, if it has one, is the optimizer that steps on the negative
+        (:class:`paceline.aggregation.local_steps.Outer`).
+        """
         return Gradient()
 
     @property
@@ -172,6 +182,22 @@ class Aggregation(ABC, Generic[S]):
     @abstractmethod
     def waits_for(self, state: S) -> int:
         """Return K, the number of Δs that the next update waits for, as of now."""
+
+    def deadline(self, state: S) -> Seconds | None:
+        """Return the time at which :meth:`tick` is to be called; None: there is no timer.
+
+        One that has passed counts as now. A policy with a ``collective`` has no timer, for no server waits.
+        """
+        del state
+        return None
+
+    def tick(self, state: S, time_s: Seconds) -> tuple[S, Decision]:
+        """Decide at the deadline, or soon after: ``time_s`` is the time by now.
+
+        The next deadline must be later, and if all replicas wait, some must go on.
+        """
+        del time_s
+        return state, ()
 
 
 class Unsynchronized(Aggregation[S], ABC):

@@ -8,7 +8,7 @@ from paceline.aggregation.synchronous import Synchronous
 from paceline.core.delta import Adopt, Change, Delta, Gradient, Mix, Replace
 from paceline.core.errors import InputError, check_bool, check_int, check_number, check_positive
 from paceline.core.registry import declare, register
-from paceline.core.types import LeaveReason, ReplicaId
+from paceline.core.types import LeaveReason, ReplicaId, Seconds
 
 
 @final
@@ -144,3 +144,9 @@ class LocalSteps(Aggregation[Any]):
 
     def waits_for(self, state: Any) -> int:
         return self.over.waits_for(state)
+
+    def deadline(self, state: Any) -> Seconds | None:
+        return self.over.deadline(state)
+
+    def tick(self, state: Any, time_s: Seconds) -> tuple[Any, Decision]:
+        return self.over.tick(state, time_s)

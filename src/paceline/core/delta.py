@@ -62,4 +62,9 @@ class Keep:
     """x stays as it is."""
 
 
-Adopt: TypeAlias = Replace | Mix | Keep
+@dataclass(frozen=True, slots=True)
+class Rebase:
+    """x becomes A + (x - x_read): A lacks the Δ that was sent last, and no other of the replica's."""
+
+
+Adopt: TypeAlias = Replace | Mix | Keep | Rebase

@@ -2,7 +2,7 @@
 
 One coordinator decides for the whole model; its decisions go, in order, to its engine's :class:`DecisionExecutor`::
 
-    engine --- arrived / left / joined ------------------> coordinator --- policy ---> Decision
+    engine --- arrived / left / joined / tick -----------> coordinator --- policy ---> Decision
        ^                                                                                  |
        +------ apply / send / discard / cancel / dismiss (DecisionExecutor) <-------------+
 
@@ -10,6 +10,7 @@ A replica whose share of the budget is spent is dismissed when the policy releas
 Where others may die it is parked instead: what a dead replica had begun may still be its to do.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from paceline.aggregation.state_codec import decode, encode, kind
 from paceline.core.data_order import BatchRange
 from paceline.core.errors import PacelineError
 from paceline.core.records import ReplicaPosition
-from paceline.core.types import Clock, LeaveReason, ReplicaId, Version
+from paceline.core.types import Clock, LeaveReason, ReplicaId, Seconds, Version
 from paceline.engine.batch_dispatcher import NO_BATCHES, BatchDispatcher
 from paceline.engine.coordinator_state import CoordinatorState, Tally
 
@@ -108,6 +109,12 @@ class Coordinator:
         return self._policy.waits_for(self._state)
 
     @property
+    def deadline(self) -> Seconds:
+        """Return the time of the policy's next :meth:`tick`; infinity: it has no timer."""
+        deadline = self._policy.deadline(self._state)
+        return math.inf if deadline is None else deadline
+
+    @property
     def waiting(self) -> list[ReplicaId]:
         """Return the replicas that take part and do not compute."""
         return sorted(self.present - self.computing)
@@ -116,7 +123,7 @@ class Coordinator:
         """Build the error for a run in which no replica computes, so that no Δ can arrive any more."""
         return PacelineError(
             f"{text_of(self._policy)} lets no replica go on: replicas {sorted(self.present)} all wait; its arrived() "
-            "must Release those that wait"
+            "or tick() must Release those that wait"
         )
 
     def begin(self) -> None:
@@ -195,6 +202,26 @@ class Coordinator:
             self._execute(Release((replica,)))
         if self._leaving:
             self._report_left()
+
+    def tick(self, now: Seconds) -> bool:
+        """Have the policy decide if its deadline has come; return whether it has decided anything.
+
+        Raises:
+            PacelineError: the next deadline has come, too, or all replicas still wait: ticks would not end.
+        """
+        if self.deadline > now:
+            return False
+        state, decision = self._policy.tick(self._state, now)
+        self._decide(state, decision)
+        self._report_left()
+        if not (decision or self.computing):
+            raise self.deadlock()
+        if self.deadline <= now:
+            raise PacelineError(
+                f"{text_of(self._policy)} was called at its deadline, {now:g} s, and has the next one at "
+                f"{self.deadline:g} s; its tick() must return a state whose deadline() is later, or None"
+            )
+        return bool(decision)
 
     def cancelled(self, replica: ReplicaId) -> None:
         """Let a replica go on that has stopped its cancelled attempt."""

@@ -137,7 +137,14 @@ class RunLoop:
         self.display(now)
         # A budget in steps or epochs is evaluated as Δs arrive, so the next point is no time to wake at.
         next_point = self._schedule.next if self.timed else math.inf
-        return max(0.0, min(next_point, self.end_s, now + TICK_S) - now)
+        return max(0.0, min(next_point, self.end_s, now + TICK_S, self.coordinator.deadline) - now)
+
+    def expire(self, now: Seconds) -> bool:
+        """Have the policy decide if its deadline has come within the budget; return whether it has decided anything."""
+        decided = now < self.end_s and self.coordinator.tick(now)
+        if decided:
+            self.handled(now)
+        return decided
 
     def evaluate_if_due(self, now: Seconds) -> None:
         """Have A evaluated if an evaluation point was reached; the point at the end comes after training."""
@@ -194,7 +201,7 @@ class RunLoop:
         attempt: Callable[[ReplicaId], Clock],
         busy: Callable[[], bool],
     ) -> None:
-        """Raise if no replica computes, or if none has reported within the timeout.
+        """Raise if no replica computes and no timer is set, or if none has reported within the timeout.
 
         Args:
             now: training time.
@@ -205,6 +212,8 @@ class RunLoop:
         """
         computing = sorted(self.coordinator.computing)
         if not computing:
+            if self.coordinator.deadline < math.inf:
+                return
             raise self.coordinator.deadlock()
         timeout_s = self._job.timeout_s
         silent = now - self.last_event_s > timeout_s and now - max(map(excused_until, computing)) > timeout_s

@@ -130,8 +130,8 @@ class OwnState:
             yield replace(part, name=replica_prefix(replica) + part.name)
 
     def restore(self, own: KeepsState, layout: FlatLayout) -> None:
-        """Let a replica go on with it; ``layout`` is that of A."""
-        own.restore(self.saved, ChunksInMemory(self.parts), layout)
+        """Let a replica go on with it, from the A that there is then; ``layout`` is that of A."""
+        own.restore({**self.saved, "anew": True}, ChunksInMemory(self.parts), layout)
 
 
 class OwnBuffers:

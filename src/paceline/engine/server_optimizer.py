@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.aggregation.base import NOTHING, Aggregation
-from paceline.aggregation.local_steps import LocalSteps, Outer
+from paceline.aggregation.local_steps import Outer
 from paceline.checkpoint.base import TensorChunk
 from paceline.checkpoint.reader import Checkpoint, TensorSource
 from paceline.compression import parse
@@ -46,7 +46,7 @@ def update_rule(program: Program, policy: Aggregation[Any]) -> UpdateRule:
     """Return what makes the optimizer of A, and its scheduler; it steps on Σ weight·Δ, of changes on the negative."""
     if not isinstance(policy.delta, (Change, Distance)):
         return program.optimizer, program.scheduler
-    outer = policy.outer if isinstance(policy, LocalSteps) else None
+    outer: Outer | None = getattr(policy, "outer", None)
     rule = outer or Outer(lr=1.0, momentum=0.0, nesterov=False)
     return partial(torch.optim.SGD, **asdict(rule)), None
 

@@ -164,7 +164,7 @@ def compete(plans: Iterable[Plan], workload: Workload, cluster: Cluster, objecti
 
 def policies(plan: Plan, cluster: Cluster) -> Iterator[str]:
     """Yield the policies to try: some backups, K of P, whose others go on or are cancelled, asynchronous, a bound on
-    staleness, switching, local steps.
+    staleness, switching, local steps of all or of those that are in time.
 
     Other policies than the synchronous one are supported on one host, by processes that share A.
     """
@@ -182,7 +182,7 @@ def policies(plan: Plan, cluster: Cluster) -> Iterator[str]:
     yield from (f"buffered:k={k},cancel=true" for k in most if 1 <= k < replicas)
     yield from ("asynchronous", "stale-synchronous:bound=3", f"smooth-switch:every={SWITCH_EVERY}")
     if plan.strategy is not None and plan.strategy.accumulate == 1:  # replicas with local steps send no gradients
-        yield "local-steps:period=8"
+        yield from ("local-steps:period=8", "decoupled:period=8")
 
 
 def under(plan: Plan, policy: str, objectives: Objectives) -> tuple[Plan, Pace] | None:

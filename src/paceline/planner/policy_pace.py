@@ -255,10 +255,14 @@ class Simulation:
 
     def turn(self) -> None:
         """Process the next event."""
+        # The server may still have been busy with an update when the Δ arrived.
+        deadline, start = (max(s, self._now) for s in (self.coordinator.deadline, self._events.next_s))
+        if deadline < start:
+            self._now = deadline
+            self.coordinator.tick(self._now)
+            return
         if not self._events:
             raise self.coordinator.deadlock()
-        # The server may still have been busy with an update when the Δ arrived.
-        start = max(self._events.next_s, self._now)
         attempt = self._events.pop()
         if attempt.cancelled:
             return

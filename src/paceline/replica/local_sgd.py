@@ -147,7 +147,7 @@ class LocalSGD(_SteppingReplica):
         """Return its own parameters, buffers and optimizer state, between two Δs; none before the first A."""
         if self._own is None or self._flat_optimizer is None:
             return []
-        return [*whole_chunks(self._own.state), *self._flat_optimizer.chunks()]
+        return [*whole_chunks(self._own.kept()), *self._flat_optimizer.chunks()]
 
     def state_json(self) -> dict[str, Any] | None:
         """Return what of its own state is no tensor; None: it has nothing of its own, and begins with an A."""
@@ -159,8 +159,7 @@ class LocalSGD(_SteppingReplica):
         """Go on from a checkpoint; ``saved`` is what :meth:`state_json` returned, and ``layout`` that of A."""
         own = layout.new()
         source.read_into(whole_chunks(own))
-        self._own = OwnParameters(own, self.exchange)
-        self._own.version = saved.get("version", 0)
+        self._own = OwnParameters.restored(own, saved, self.exchange)
         self._begin(self._own.state)
         if self._flat_optimizer is not None:
             self._flat_optimizer.restore(saved, source)
@@ -237,7 +236,7 @@ class ShardedLocalSGD(Replica):
         """Return what this worker has for its replica, between two Δs; nothing before the first A."""
         if self._own is None:
             return []
-        found = self._described(self._own.state)
+        found = self._described(self._own.kept())
         if self._optimizer is not None:
             found += self._optimizer.chunks(self._describe)
         return [chunk for chunk in found if parameter_of(chunk.name) in self._owned]
@@ -254,9 +253,7 @@ class ShardedLocalSGD(Replica):
         del layout  # this worker has a part of it
         own = self._gradient.layout.new()
         source.read_into(self._described(own))
-        self._begin(OwnParameters(own, self.exchange))
-        assert self._own is not None, "it has begun"
-        self._own.version = saved.get("version", 0)
+        self._begin(OwnParameters.restored(own, saved, self.exchange))
         if self._optimizer is not None:
             self._optimizer.restore(saved, source, self._describe)
 

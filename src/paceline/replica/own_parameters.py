@@ -7,13 +7,14 @@ With fragments and an overlap, as in Streaming DiLoCo (arXiv 2501.18512)::
     the fragment           sum .. A            x is mixed with A two steps later: overlap=2
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.core.delta import Adopt, Change, Delta, Keep, Mix
+from paceline.core.delta import Adopt, Change, Delta, Keep, Mix, Rebase
 from paceline.replica.flat_state import FlatLayout, FlatState, fragment_slices
 
 
@@ -26,7 +27,7 @@ class Exchange:
     """How the parameters of a replica and A meet.
 
     Args:
-        rule: what x becomes when A is sent: A itself, a mixture, or x as it was.
+        rule: what x becomes when A is sent: A itself, a mixture, x as it was, or A and what x has moved since.
         fragments: slices of A's vectors that are exchanged in turn; empty: all of A is at once.
         overlap: own steps that are made before x takes over the A that was sent.
         ready: returns once what was sent may be read.
@@ -82,6 +83,31 @@ class OwnParameters:
         if not self._steps_left:
             self.take_over()
 
+    @classmethod
+    def restored(cls, kept: FlatState, saved: Mapping[str, Any], exchange: Exchange) -> "OwnParameters":
+        """Return those that go on with what :meth:`kept` returned.
+
+        Args:
+            kept: as above.
+            saved: ``version`` of the A that they had taken over; ``anew``: true if the A that is sent next may be
+                another than it would have been, and have all that they have moved.
+            exchange: how they and A meet.
+        """
+        own = cls(kept, exchange)
+        own.version = saved.get("version", 0)
+        if isinstance(exchange.rule, Rebase) and not saved.get("anew"):
+            for vector in own._read.parameters:
+                vector.zero_()
+        return own
+
+    def kept(self) -> FlatState:
+        """Return what is to be kept between two Δs: x; or how far it has moved, where that is added to the next A."""
+        if not isinstance(self._exchange.rule, Rebase):
+            return self.state
+        moved = self.state.clone()
+        torch._foreach_sub_(moved.parameters, self._read.parameters)
+        return moved
+
     @property
     def behind(self) -> bool:
         """Whether an A was sent that is not taken over."""
@@ -101,7 +127,11 @@ class OwnParameters:
         (sent, self._sent), own, exchange = (self._sent, None), self.state, self._exchange
         exchange.ready()
         count = len(exchange.fragments)
-        if not count:
+        if isinstance(exchange.rule, Rebase):
+            with torch.no_grad():
+                for vector, read, source in zip(own.parameters, self._read.parameters, sent.parameters, strict=True):
+                    vector.sub_(read).add_(source)
+        elif not count:
             mix(own.parameters, sent.parameters, exchange.rule)
         for version in range(max(self.version, sent.version - count), sent.version) if count else ():
             slices = exchange.fragments[version % count]

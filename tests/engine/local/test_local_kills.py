@@ -38,6 +38,7 @@ POLICIES = [
     "local-steps:period=2",
     "local-steps:period=2,over=asynchronous",
     "elastic-averaging:period=2,elasticity=0.2",
+    "decoupled:period=2,quorum=2,grace=0.5",
     "hogwild",
 ]
 
@@ -56,7 +57,7 @@ def assert_went_on(run: Run, *dead: int, replicas: int = 3) -> None:
 @pytest.mark.parametrize("when", ["sent", "taken"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_under_every_policy(local: Local, policy: str, when: When) -> None:
-    step = 1 if policy.startswith(("local", "elastic")) else 3  # two own steps each: there are three Δs
+    step = 1 if policy.startswith(("local", "elastic", "decoupled")) else 3  # two own steps each: there are three Δs
     run = local(
         programs.program(),
         f"replicas=3 aggregation={policy}",

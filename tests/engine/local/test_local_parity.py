@@ -120,6 +120,8 @@ POLICIES = [
     "local-steps:period=2,over=asynchronous",
     "local-steps:period=2,over=(buffered:k=2)",
     "elastic-averaging:period=2,elasticity=0.2",
+    "decoupled:period=2,quorum=all",
+    "decoupled:period=3,quorum=all,hold=true",
 ]
 
 TIMES = "compute=exponential:mean=1 apply=0.1 gradient=0.05"

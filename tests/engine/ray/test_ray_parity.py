@@ -134,6 +134,7 @@ POLICIES = [
     "local-steps:period=3",
     "local-steps:period=2,over=asynchronous",
     "elastic-averaging:period=2,elasticity=0.2",
+    "decoupled:period=2,quorum=2,grace=0.5",
 ]
 
 
@@ -154,7 +155,7 @@ def test_every_policy_counts_each_delta_once(on_ray: OnRay, policy: str) -> None
     assert run.summary["steps"] == STEPS
 
 
-@pytest.mark.parametrize("policy", [p for p in POLICIES if "backups" not in p and "k=2" not in p])
+@pytest.mark.parametrize("policy", [p for p in POLICIES if "backups" not in p and "k=2" not in p and "quorum" not in p])
 def test_one_replica_does_what_virtual_time_says(on_ray: OnRay, policy: str) -> None:
     """Alone, its Δs arrive in one order only."""
     program, strategy = programs.program(optimizer=MOMENTUM), f"replicas=1 aggregation={policy}"

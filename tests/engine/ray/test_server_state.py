@@ -35,6 +35,7 @@ POLICIES = [
     "smooth-switch:threshold=loss-driven",
     "local-steps:period=2,over=asynchronous",
     "elastic-averaging:period=2,elasticity=0.2",
+    "decoupled:period=2,quorum=2,grace=0.5",
 ]
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {

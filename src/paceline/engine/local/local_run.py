@@ -176,6 +176,8 @@ class LocalRun:
             coordinator.begin()
             self._membership.decided()
         while coordinator.present and not loop.condition_met and not interrupts.count:
+            if loop.expire(self._now()):
+                self._membership.decided()
             wait_s = loop.tick(self._now())
             if wait_s is None:
                 return loop.end_s

@@ -19,7 +19,7 @@ from typing import Any
 from paceline.checkpoint.base import TensorChunk
 from paceline.core.types import Clock, ReplicaId, Seconds
 from paceline.engine.local.arena import ParameterArena
-from paceline.engine.own_states import KEY, OwnBuffers, OwnState, replica_prefix, saved_states
+from paceline.engine.own_states import KEY, OwnBuffers, OwnState
 from paceline.engine.run_context import RunContext
 from paceline.replica.local_sgd import KeepsState
 
@@ -63,9 +63,8 @@ class OwnStates:
         layout = self._arena.layout.state
         if left is not None:
             left.restore(own, layout)
-        elif attempt == context.positions[replica].attempt and (saved := saved_states(context).get(replica)):
-            assert context.job.resume is not None, "what was saved comes from there"
-            own.restore(saved, context.job.resume.checkpoint.under(replica_prefix(replica)), layout)
+        elif attempt == context.positions[replica].attempt and (kept := OwnState.saved_for(context, replica)):
+            kept.restore(own, layout)
             if not self.on_request:
                 self.leave(worker, attempt, own=own)
 

@@ -322,7 +322,7 @@ class ServerRun:
         self._change("handled", run.now())  # an update may have taken time
         self._late.handled(run.now())
         self._save_if_due()
-        if not self._coordinator.present:
+        if not self._coordinator.present or self._coordinator.deadline < run.now() + TICK_S:
             run.wake.set()
 
     def _cancel(self, replica: ReplicaId, attempt: float | None = None) -> None:
@@ -353,6 +353,7 @@ class ServerRun:
                 wait_s = self._change("tick", now)
                 if wait_s is None:
                     break
+                self._late.handled(now)
                 if (notes := self._late.look(now)) is not None:
                     self._change("remarked", notes)
                 if self._late.suspects:

@@ -99,7 +99,12 @@ class ServerState:
             self.coordinator.left(replica, "done")
 
     def tick(self, now: Seconds) -> Seconds | None:
-        """Evaluate what is due; return how long to wait for events, or None at the end of the budget."""
+        """Evaluate what is due, and have the policy decide at its deadline.
+
+        Returns:
+            How long to wait for events; None: the budget is spent.
+        """
+        self.loop.expire(now)
         return self.loop.tick(now)
 
     def arrived(

@@ -5,8 +5,9 @@
     replica r   |- pull -|-- compute --|- delay -|- push -|                            |- pull -|-- compute --
     server                                          queue |- apply + K · gradient -|
 
-An event is the arrival of a Δ. The server takes arrivals one at a time in the order in which they came; what the
-policy decides for one is executed before the next is taken.
+An event is the arrival of a Δ, or the policy's deadline. The server takes arrivals one at a time in the order in which
+they came; what the policy decides for one is executed before the next is taken. A deadline comes after what has arrived
+by then, and after what has arrived while the server was busy.
 """
 
 from contextlib import closing, nullcontext
@@ -155,7 +156,7 @@ class VirtualRun:
                     self._loop.evaluate_if_due(self._now)
                 self._coordinator.begin()
                 while self._coordinator.present and not interrupts.count:
-                    self._next_arrival()
+                    self._next_event()
             except _TimeUp:
                 self._last_s, self._now = self._now, self._loop.end_s
             except KeyboardInterrupt:
@@ -163,13 +164,21 @@ class VirtualRun:
                 return interrupts.first or "SIGINT"
             return interrupts.first
 
-    def _next_arrival(self) -> None:
-        if not self._events:
+    def _next_event(self) -> None:
+        deadline, start = (max(s, self._now) for s in (self._coordinator.deadline, self._events.next_s))
+        expires = deadline < start
+        if expires:
+            start = deadline
+        elif not self._events:
             raise self._coordinator.deadlock()
-        start = max(self._events.next_s, self._now)
         self._loop.evaluate_before(start)
         if start > self._loop.end_s:
             raise _TimeUp
+        if expires:
+            self._now = start
+            self._coordinator.tick(start)
+            self._handled()
+            return
         attempt = self._events.pop()
         if attempt.void:
             return
@@ -196,6 +205,9 @@ class VirtualRun:
             observed=self._observer.observe(attempt.out, start),
         )
         self._loop.arrived(arrival)
+        self._handled()
+
+    def _handled(self) -> None:
         self._loop.handled(self._now)
         self._checkpointer.save_if_due(self._now)
 
