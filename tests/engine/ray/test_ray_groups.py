@@ -24,7 +24,7 @@ from tests.engine.local.test_replica_group import ROUNDING, TEAMS
 from tests.engine.local.test_replica_group_failures import pid_of
 from tests.engine.ray import server_moments
 from tests.engine.ray.commands import pushing
-from tests.engine.ray.test_ray_parity import POLICIES
+from tests.engine.ray.test_ray_parity import OF_ONE, POLICIES
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
 
@@ -73,7 +73,7 @@ def test_in_lockstep_they_are_one_process(on_ray: OnRay, tmp_path: Path, team: s
 
 
 @pytest.mark.parametrize("team", ["stages=2 micro_batches=2", "shards=2"])
-@pytest.mark.parametrize("policy", [p for p in POLICIES if "backups" not in p and "k=2" not in p])
+@pytest.mark.parametrize("policy", OF_ONE)
 def test_alone_one_does_what_virtual_time_says(on_ray: OnRay, policy: str, team: str) -> None:
     """Its Δs arrive in one order only."""
     strategy = f"{team} aggregation={policy}"
