@@ -24,7 +24,7 @@ from tests.engine.local.test_replica_group import ROUNDING, TEAMS
 from tests.engine.local.test_replica_group_failures import pid_of
 from tests.engine.ray import server_moments
 from tests.engine.ray.commands import pushing
-from tests.engine.ray.test_ray_parity import OF_ONE, POLICIES
+from tests.engine.ray.test_ray_parity import OF_ONE
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
 

@@ -22,7 +22,7 @@ from tests.engine.local import moments, test_local_kills
 from tests.engine.ray.test_push_stream import elsewhere
 from tests.engine.ray.test_ray_checkpoints import ADAM, ENDLESS, newest_in
 from tests.engine.ray.test_ray_failures import STEPS, assert_nothing_was_lost, once, training
-from tests.engine.ray.test_ray_parity import FEATURES, MOMENTUM, POLICIES, ROUNDING, by_calls
+from tests.engine.ray.test_ray_parity import FEATURES, MOMENTUM, OF_ONE, POLICIES, ROUNDING, by_calls
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
 
@@ -40,21 +40,21 @@ def test_in_lockstep_they_are_one_process(on_ray: OnRay, name: str, servers: int
     assert trained.summary["updates"] == 9
 
 
-@pytest.mark.parametrize(
-    "policy", [*POLICIES, "local-steps:period=2,fragments=2", "local-steps:period=3,outer=nesterov"]
-)
+@pytest.mark.parametrize("policy", [*OF_ONE, "local-steps:period=2,fragments=2", "local-steps:period=3,outer=nesterov"])
 def test_one_replica_does_what_virtual_time_says(on_ray: OnRay, policy: str) -> None:
     program, strategy = programs.program(optimizer=MOMENTUM), f"replicas=1 aggregation={policy}"
-    if any(word in policy for word in ("backups", "k=2", "quorum=2")):
-        strategy = strategy.replace("replicas=1", "replicas=2")
-        run = on_ray(program, f"{strategy} servers=2", steps=STEPS)
-        assert run.summary["gradients"] == run.summary["applied"] + run.summary["discarded"]
-        return
     virtual = train(program, strategy, engine="virtual", steps=STEPS, progress=False)
     real = on_ray(program, f"{strategy} servers=2", steps=STEPS)
     oracle.assert_same(real.model, virtual.state, ROUNDING)
     for count in ("updates", "gradients", "applied", "discarded", "staleness"):
         assert real.summary[count] == virtual.summary[count], count
+
+
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy not in OF_ONE])
+def test_several_count_each_delta_once(on_ray: OnRay, policy: str) -> None:
+    run = on_ray(programs.program(), f"replicas=3 servers=2 aggregation={policy}", steps=STEPS)
+    assert run.summary["gradients"] == run.summary["applied"] + run.summary["discarded"]
+    assert sum(run.summary["staleness"].values()) == run.summary["applied"] > 0
 
 
 @pytest.mark.parametrize("loop", [elsewhere, by_calls])
