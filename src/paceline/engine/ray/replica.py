@@ -66,6 +66,7 @@ class ReplicaActor(messages.Actor):
         """Be a replica, or a worker of one, to the end of a run, whose first server's node has these versions."""
         self._cancel = cancel = CancelFlag(assignment.run)
         tell: Callable[[BaseException], bytes] = functools.partial(encode_failure, assignment.replica)
+        gang: Gang | None = None
         try:
             messages.refuse_other_versions(versions)  # this node may have joined the cluster later
             job: Job = messages.unpack(parts)
@@ -98,6 +99,8 @@ class ReplicaActor(messages.Actor):
             return messages.Ended(tell(error), [])
         finally:
             gc.collect()  # modules are in reference cycles, which would keep arrays in the object store
+            if gang is not None:
+                gang.leave()
 
 
 def _run_loop(job: Job, assignment: ReplicaAssignment, links: ServerLinks, cancel: CancelFlag) -> messages.Ended:

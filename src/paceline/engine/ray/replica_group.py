@@ -11,7 +11,6 @@ so one version of A is read by all of them, and what is pushed is one Δ.
 
 import contextlib
 import json
-import shutil
 import socket
 import tempfile
 import time
@@ -91,6 +90,15 @@ class Gang:
         mesh = self.job.strategy.mesh
         return [mesh.coordinate(rank) for rank in mesh.replica_ranks(self.replica)]
 
+    def leave(self) -> None:
+        """Remove the folder if this worker is the last of them; to be called once its process group is gone.
+
+        Torch 2.13's FileStore removes its file with the last of its ranks, but aborts a process whose folder goes
+        meanwhile.
+        """
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
+
     @contextlib.contextmanager
     def led(self) -> Iterator[list[CommandPipe]]:
         """Context manager of the leader: pipes to all followers, in their order.
@@ -101,7 +109,7 @@ class Gang:
         followers, timeout_s = self.places[1:], self.job.timeout_s
         self.folder.mkdir(mode=0o700)
         with contextlib.ExitStack() as closing:
-            closing.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            closing.callback((self.folder / "leader").unlink, missing_ok=True)
             connections = dict[int, Connection]()
             with socket.socket(socket.AF_UNIX) as listening:
                 listening.bind(str(self.folder / "leader"))
