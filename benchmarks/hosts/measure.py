@@ -68,7 +68,7 @@ class Case:
     @property
     def seconds(self) -> float:
         """How long to measure."""
-        return 30.0 if self.parameters > 10**6 else 8.0
+        return (60.0 if self.apart else 30.0) if self.parameters > 10**6 else 8.0
 
 
 def measured(case: Case) -> dict[str, float]:
