@@ -21,6 +21,7 @@ CASES = [
     ("local", "replicas=2 compression=fp16", {}),
     ("local", "replicas=2 shard_parameters=true", {}),
     ("local", "replicas=2 shard_optimizer=true", {}),
+    ("local", "replicas=2 servers=2", {}),
     ("local", "replicas=2 standby=1", {}),
     ("local", "replicas=2 accumulate=2 aggregation=local-steps:period=4", {}),
     ("local", "replicas=2", {"times": True}),
