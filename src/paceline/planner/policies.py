@@ -137,6 +137,8 @@ def _refuse(policy: Aggregation[Any], replicas: int, times: Times, length: int) 
         )
     if "measured" in (times.compute, times.transfer, times.apply):
         raise InputError(f"times={str(times)!r}: nothing is computed here to be measured; write compute=0.01, say.")
+    if times.network is not None:
+        raise InputError(f"times={str(times)!r}: messages have no size here; write transfer=0.001, say.")
 
 
 # ---------------------------------------------------------------------------------------------------------- competition
