@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from paceline.engine.distributed.sync_batchnorm import synchronised_batchnorm
     from paceline.engine.worker import Worker
     from paceline.optim import Lamb, Lars, scaled_learning_rate, warmup
+    from paceline.planner.policies import Pace, pace
     from paceline.program import Program
     from paceline.replica.capture.capture import cut
     from paceline.run import Run, load
@@ -67,6 +68,7 @@ __all__ = [
     "Lars",
     "LocalSteps",
     "NonFiniteError",
+    "Pace",
     "PacelineError",
     "Plans",
     "Program",
@@ -84,6 +86,7 @@ __all__ = [
     "cut",
     "launch",
     "load",
+    "pace",
     "plan",
     "predict",
     "predictor",
@@ -114,6 +117,7 @@ _NAMES = {
     "engine.distributed.sync_batchnorm": "synchronised_batchnorm",
     "engine.worker": "Worker",
     "optim": "Lamb Lars scaled_learning_rate warmup",
+    "planner.policies": "Pace pace",
     "program": "Program",
     "replica.capture.capture": "cut",
     "run": "Run load",
