@@ -7,7 +7,7 @@
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple, final
 
@@ -135,17 +135,27 @@ class Hosts:
         """Return when a host went or was back last."""
         return self._changes.last[0] if self._changes is not None else -math.inf
 
-    def change(self) -> tuple[HostChange, Sequence[ReplicaId]]:
-        """Take the next change; return it with the replicas of its host."""
+    def change(self, present: Collection[ReplicaId]) -> tuple[HostChange, Sequence[ReplicaId]]:
+        """Take the next change, at which those of its host's replicas die that are present, or all are back.
+
+        Returns:
+            The change, and the replicas of its host.
+        """
         assert self._changes is not None
         assert self._network is not None
         assert self.traffic is not None
         change = self._changes.pop()
-        if change.until_s is not None and change.until_s < math.inf:
-            self.traffic.hold(change.host, change.until_s)
+        replicas, until_s = range(change.host, self._replicas, self._network.hosts), change.until_s
+        if until_s is None:
+            self.returning.difference_update(replicas)
+            return change, replicas
+        lost = self.returning if until_s < math.inf else self.gone
+        lost.update(replica for replica in replicas if replica in present)
+        if until_s < math.inf:
+            self.traffic.hold(change.host, until_s)
             if change.host < self.servers:
-                self.served_s = max(self.served_s, change.until_s)
-        return change, range(change.host, self._replicas, self._network.hosts)
+                self.served_s = max(self.served_s, until_s)
+        return change, replicas
 
     def state(self) -> NetworkState | None:
         """Return the state of links and hosts; None without a network."""

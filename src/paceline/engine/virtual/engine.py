@@ -213,15 +213,14 @@ class VirtualRun:
 
     def _change_host(self) -> None:
         """Let the replicas of a host die as it goes, and join once it is back."""
-        (time_s, host, until_s), replicas = self._hosts.change()
+        present = self._coordinator.present
+        (time_s, host, until_s), replicas = self._hosts.change(present)
         if until_s is None:
-            self._hosts.returning.difference_update(replicas)
             for replica in replicas:
                 self._coordinator.joined(replica)
             return
-        dying = [replica for replica in replicas if replica in self._coordinator.present]
-        self._loop.exits += [ReplicaExit(replica, f"host {host} went away", time_s) for replica in dying]
-        (self._hosts.returning if until_s < math.inf else self._hosts.gone).update(dying)
+        reason = f"host {host} went away"
+        self._loop.exits += [ReplicaExit(replica, reason, time_s) for replica in replicas if replica in present]
         for replica in replicas:
             self._let_die(replica, time_s)
 
