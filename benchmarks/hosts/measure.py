@@ -142,6 +142,7 @@ def cases(rounds: int) -> list[Case]:
             found += [Case("paceline", workers=4, servers=servers, **together) for servers in SERVERS]
             found += [Case("paceline", workers=4, servers=4, compression=text, **together) for text in COMPRESSIONS]
             found += [Case("ray", workers=4, servers=1, **together), Case("gloo", workers=4, servers=0, **together)]
+            found += [Case("paceline", workers=8, servers=4, **together)]
         apart = {"mbit": 200, "hosts": 8, "apart": True, "parameters": 5_000_000, "round": number}
         found += [Case("paceline", workers=8, servers=servers, **apart) for servers in SERVERS]
         found.append(Case("ray", workers=8, servers=1, **apart))

@@ -83,7 +83,7 @@ def pushing_twice(folder: Path, worker: Any) -> None:
         for vector in bad.vectors:
             vector.copy_(own(vector, 1000.0))
         push(measured)
-        grant, arrays = client._pending.result()
+        [(grant, arrays)] = client._links.results(client._pending)
         assert grant is None, "it was taken"
         assert not arrays
         for vector, value in zip(bad.vectors, good, strict=True):
