@@ -11,9 +11,10 @@ import pytest
 import paceline
 from paceline.api import plan, plan_verification
 from paceline.api.plan_verification import Verified
+from paceline.clock.cluster_file import Links
 from paceline.core.errors import InputError
 from paceline.planner.base import Plan
-from paceline.planner.cluster import Cluster, Described, Device, Links
+from paceline.planner.cluster import Cluster, Described, Device
 from paceline.planner.program import plans, profiling
 from paceline.planner.program.profile import Profile, load, save
 from tests.planner.profiles import PROFILE

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from paceline.engine.distributed.sync_batchnorm import synchronised_batchnorm
     from paceline.engine.worker import Worker
     from paceline.optim import Lamb, Lars, scaled_learning_rate, warmup
+    from paceline.planner.policies import Pace, pace
     from paceline.program import Program
     from paceline.replica.capture.capture import cut
     from paceline.run import Run, load
@@ -69,6 +70,7 @@ __all__ = [
     "Lars",
     "LocalSteps",
     "NonFiniteError",
+    "Pace",
     "PacelineError",
     "Plans",
     "Program",
@@ -86,6 +88,7 @@ __all__ = [
     "cut",
     "launch",
     "load",
+    "pace",
     "plan",
     "predict",
     "predictor",
@@ -116,6 +119,7 @@ _NAMES = {
     "engine.distributed.sync_batchnorm": "synchronised_batchnorm",
     "engine.worker": "Worker",
     "optim": "Lamb Lars scaled_learning_rate warmup",
+    "planner.policies": "Pace pace",
     "program": "Program",
     "replica.capture.capture": "cut",
     "run": "Run load",

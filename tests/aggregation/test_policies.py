@@ -4,6 +4,8 @@ import dataclasses
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline.aggregation import (
     Aggregation,
@@ -22,7 +24,8 @@ from paceline.aggregation import (
     parse,
     registered,
 )
-from paceline.aggregation.base import Apply, Arrival, Release
+from paceline.aggregation.base import CHUNK, Apply, Arrival, Chunked, Release
+from paceline.aggregation.stale_synchronous import Clocks
 from paceline.core.delta import Change, Distance, InPlace, Keep, Mix
 from paceline.core.errors import InputError
 from tests.aggregation.policy_driver import World, arrivals, brief
@@ -94,6 +97,35 @@ def test_a_joined_replica_enlarges_the_round_and_is_not_late() -> None:
     world.join(2)
     world.arrive(2)
     assert world.discarded == []
+
+
+def test_a_chunked_sequence_is_a_tuple_that_grows() -> None:
+    values: Chunked[int] = Chunked()
+    for value in range(3 * CHUNK + 5):
+        assert (len(values), bool(values)) == (value, value > 0)
+        before, values = values, values.add(value)
+        assert list(before) == list(range(value)), "it is not changed"
+    assert list(values) == list(range(3 * CHUNK + 5))
+    odd = Chunked.of(value for value in values if value % 2)
+    assert list(odd.add(0)) == [*range(1, 3 * CHUNK + 5, 2), 0]
+    assert len(Chunked.of(())) == 0
+
+
+@given(st.lists(st.tuples(st.sampled_from(["arrive", "leave", "join"]), st.integers(0, 5)), max_size=60))
+def test_clocks_are_counted_as_they_change(events: list[tuple[str, int]]) -> None:
+    """Without looking at all of them: who is slowest, and how many are."""
+    clocks, expected = Clocks.at_start(4), dict.fromkeys(range(4), 0)
+    for kind, replica in events:
+        if kind == "arrive" and replica in expected:
+            clocks, expected = clocks.moved(replica), expected | {replica: expected[replica] + 1}
+        elif kind == "leave" and replica in expected:
+            clocks = clocks.without(replica)
+            del expected[replica]
+        elif kind == "join" and replica not in expected:
+            clocks, expected = clocks.joined(replica), expected | {replica: clocks.slowest}
+        slowest = min(expected.values(), default=clocks.slowest)
+        assert (clocks.of, clocks.replicas, clocks.slowest) == (expected, len(expected), slowest)
+        assert clocks.at_slowest == sum(clock == slowest for clock in expected.values())
 
 
 def test_a_joined_replica_starts_at_the_slowest_clock() -> None:

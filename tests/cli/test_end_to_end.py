@@ -25,10 +25,10 @@ program = Program(model=model, loss=torch.nn.functional.cross_entropy, batch_siz
 """
 
 
-def paceline(*words: str | Path, hash_seed: str = "0") -> subprocess.CompletedProcess[str]:
+def paceline(*words: str | Path, hash_seed: str = "0", folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONHASHSEED": hash_seed, "COLUMNS": "160"}
     command = [sys.executable, "-c", "from paceline.cli.main import main; main()", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, cwd=folder)
 
 
 def results(done: subprocess.CompletedProcess[str]) -> Any:
@@ -49,6 +49,22 @@ def test_equal_seeds_give_equal_bytes_whatever_the_hash_seed() -> None:
     first, second = (paceline(*words, "exponential:mean=0.02", hash_seed=seed) for seed in ("1", "2"))
     assert results(first)
     assert first.stdout == second.stdout
+
+
+def test_times_and_plans_read_one_file_of_a_cluster(tmp_path: Path) -> None:
+    links = "[links]\ninside_bytes_per_s = 1e9\nbetween_bytes_per_s = 1e8\nlatency_s = 0.5\n"
+    device = "[device]\nflops_per_s = 1e12\nmemory_bytes = 4e9\nmemory_bytes_per_s = 1e11\n"
+    absences = "[[absences]]\nhost = 1\nfrom_s = 2.0\nuntil_s = 4.0\n"
+    (tmp_path / "cluster.toml").write_text(f"hosts = 2\n{device}{links}{absences}")
+    (tmp_path / "shape.toml").write_text(
+        "[model]\nlayers = 2\nhidden = 64\nheads = 2\nvocab = 100\nsequence = 16\n[train]\nglobal_batch = 8\n"
+    )
+    words = ("synthetic", *QUICK, "--strategy", "replicas=2 servers=1", "--times", "network=cluster.toml", "--json")
+    printed = results(paceline("train", *words, folder=tmp_path))
+    assert printed["summary"]["seconds"] > 6
+    assert printed["left"] == [{"replica": 1, "reason": "host 1 went away", "time_s": 2.0}]
+    planned = results(paceline("plan", "shape.toml", "--cluster", "cluster.toml", "--json", folder=tmp_path))
+    assert planned["plans"]
 
 
 def test_a_program_that_prints_leaves_the_json_alone(tmp_path: Path) -> None:

@@ -120,6 +120,29 @@ def test_replicas_far_apart_share_few_permutations(monkeypatch: pytest.MonkeyPat
     assert len(built) == 75  # epochs 0 .. 49, and the even ones up to 98
 
 
+def test_epochs_that_are_needed_again_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where many replicas are epochs apart, more are kept, up to a bound; one that only goes on keeps few."""
+    built: list[tuple[int, ...]] = []
+    permutation = module._permutation
+    monkeypatch.setattr(module, "_permutation", lambda *key: built.append(key) or permutation(*key))
+    monkeypatch.setattr(module, "_KEPT_INDICES", 0)
+    monkeypatch.setattr(module, "_MOST_INDICES", 20 * 100)
+
+    def shuffled(rounds: list[list[int]]) -> list[int]:
+        order, counts = DataOrder(samples=100, batch_size=10, replicas=10, seed=0), list[int]()
+        for epochs in rounds:
+            built.clear()
+            for epoch in epochs:
+                order.batch(0, epoch)
+            counts.append(len(built))
+        return counts
+
+    near = [*range(16)]
+    assert shuffled([near] * 6)[-1] == 0
+    assert min(shuffled([[*range(40)]] * 6)) > 0
+    assert shuffled([[*range(0, 100)], [*range(96, 100)], [99]]) == [100, 0, 0]
+
+
 def test_a_batch_belongs_to_its_caller() -> None:
     order = DataOrder(10, 5, 1, seed=0)
     before = order.batch(0, 0).tolist()

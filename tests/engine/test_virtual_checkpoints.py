@@ -100,6 +100,66 @@ def test_under_any_policy(cut: Cut, policy: str, model: Callable[[], nn.Module])
     assert_equal(whole, cut(*job, arrivals=0, **options))
 
 
+CLUSTER = """
+hosts = 3
+[links]
+inside_bytes_per_s = 1e6
+between_bytes_per_s = 3e5
+latency_s = 1e-4
+[[absences]]
+host = 2
+from_s = 0.04
+until_s = 0.2
+[failures]
+mean_time_between_s = 0.2
+mean_time_to_repair_s = 0.05
+"""
+
+
+@pytest.mark.parametrize("compute", ["normal:mean=0.01,std=0.005", "0.01"], ids=["random", "all events at one time"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_over_a_network_whose_hosts_come_and_go(cut: Cut, policy: str, compute: str, tmp_path: Path) -> None:
+    """Queues of links, hosts that are away and attempts in every phase are as they were."""
+    path = tmp_path.with_suffix(".toml")
+    path.write_text(CLUSTER)
+    job = program(), f"replicas=4 servers=2 aggregation={policy}"
+    times = {"times": f"compute={compute} apply=0.001 network={path}", "delay": None}
+    options = OPTIONS | POLICIES[policy] | times | {"seconds": 0.8, "evaluate_every": 0.1}
+    whole = train(*job, engine="virtual", **options)
+    for arrivals in (5, 4, 7, 3, 8):
+        assert cut(*job, arrivals=arrivals, **options).summary["signal"] == "SIGTERM"
+    resumed = cut(*job, arrivals=0, **options)
+    assert_equal(whole, resumed)
+    assert whole.left == resumed.left
+    assert len(whole.left) > 1
+
+
+def test_time_is_up_while_a_host_goes(cut: Cut, tmp_path: Path) -> None:
+    """The update that the first of its replicas leaves complete takes longer than there is time."""
+    path = tmp_path.with_suffix(".toml")
+    links = "[links]\ninside_bytes_per_s = 1e6\nbetween_bytes_per_s = 1e2\nlatency_s = 1e-4\n"
+    path.write_text(f"hosts = 2\n{links}[[absences]]\nhost = 1\nfrom_s = 50.0\nuntil_s = 55.0")
+    job = program(), "replicas=5 servers=1 aggregation=synchronous:backups=1"
+    options = OPTIONS | {"times": f"compute=0.01 apply=2 network={path}", "delay": None, "evaluate_every": 10}
+    whole = train(*job, engine="virtual", seconds=100, **options)
+    cut(*job, arrivals=0, seconds=51, **options)
+    resumed = cut(*job, arrivals=0, seconds=100, **options)
+    assert all(torch.equal(value, resumed.state[name]) for name, value in whole.state.items())
+    assert [each.replica for each in whole.left] == [1, 3]
+    assert whole.left == resumed.left
+
+
+def test_a_network_of_other_hosts_begins_with_the_same_parameters(cut: Cut, tmp_path: Path) -> None:
+    path = tmp_path.with_suffix(".toml")
+    path.write_text(CLUSTER)
+    job, options = (program(), "replicas=3 servers=1 aggregation=asynchronous"), OPTIONS | {"seconds": 0.3}
+    cut(*job, arrivals=20, **options | {"times": f"network={path}"})
+    path.write_text(CLUSTER.replace("hosts = 3", "hosts = 4"))
+    resumed = cut(*job, arrivals=0, **options | {"times": f"network={path}"})
+    assert resumed.summary["updates"] > 20
+    assert resumed.summary["gradients"] == resumed.summary["applied"] + resumed.summary["discarded"]
+
+
 def test_a_budget_in_steps(cut: Cut) -> None:
     job, options = (program(), "replicas=3 aggregation=asynchronous accumulate=2"), OPTIONS | {"steps": 12}
     whole = train(*job, engine="virtual", **options)

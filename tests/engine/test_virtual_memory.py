@@ -20,6 +20,7 @@ class Census:
     """Counts the states that are alive, and the tensors of A's length."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
+        gc.collect()  # what is left of runs of other tests
         self.most = self._live = 0
         self._elements = elements
         clone, new = FlatState.clone, FlatLayout.new

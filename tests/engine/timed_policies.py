@@ -48,5 +48,5 @@ class EverySecond(Aggregation[Held]):
         return self._merged(due, state.buffer)
 
     def _merged(self, state: Held, buffer: Buffer) -> tuple[Held, Decision]:
-        log = (*combined(buffer.held, "mean"), *released(buffer.waiting))
+        log = (*combined(tuple(buffer.held), "mean"), *released(tuple(buffer.waiting)))
         return state._replace(buffer=Buffer(buffer.alive)), log

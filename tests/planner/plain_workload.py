@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from paceline.clock.cluster_file import Links
 from paceline.planner.base import Arrangement, Call, LayerCost, Numerics, Workload
-from paceline.planner.cluster import Cluster, Described, Device, Links
+from paceline.planner.cluster import Cluster, Described, Device
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.clock.cluster_file import Links
 from paceline.core.errors import InputError
-from paceline.planner.cluster import Links
 from paceline.planner.cluster_file import from_toml, read
 from paceline.planner.devices import SHEETS
 

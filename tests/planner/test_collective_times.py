@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.clock.cluster_file import Links
 from paceline.core.errors import InputError
 from paceline.planner.base import Collective
-from paceline.planner.cluster import Described, DeviceGroup, Links
+from paceline.planner.cluster import Described, DeviceGroup
 from paceline.planner.collective_times import GroupCollective, Knot, LatencyCurve, Measured
 
 Points = list[tuple[float, float]]

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from paceline.clock.cluster_file import Links
 from paceline.planner.base import TERMS, Arrangement, LayerCost, Numerics, OverlapModel
-from paceline.planner.cluster import Cluster, Described, Device, DeviceGroup, Links
+from paceline.planner.cluster import Cluster, Described, Device, DeviceGroup
 from paceline.planner.cost import Step, bubble_s, cost, in_flight
 from paceline.planner.search.event_simulation import PartTimes, steps_s
 from paceline.planner.shapes.shape import Shape

@@ -4,8 +4,9 @@ import re
 
 import pytest
 
+from paceline.clock.cluster_file import Links
 from paceline.planner.base import Arrangement, Call, LayerCost
-from paceline.planner.cluster import Cluster, Described, Device, Links
+from paceline.planner.cluster import Cluster, Described, Device
 from paceline.planner.cost import cost
 from paceline.planner.devices import device
 from paceline.planner.shapes import blocks

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from paceline.clock.cluster_file import Links
 from paceline.planner.base import Arrangement
-from paceline.planner.cluster import Cluster, Described, Device, DeviceGroup, Links
+from paceline.planner.cluster import Cluster, Described, Device, DeviceGroup
 from paceline.planner.program.measured_workload import ELSEWHERE, MeasuredWorkload, cluster_of, elsewhere
 from paceline.planner.search.objective import Objectives
 from paceline.planner.search.search import search

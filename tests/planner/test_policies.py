@@ -11,7 +11,9 @@ import pytest
 from paceline import train
 from paceline.aggregation import parse
 from paceline.clock import parse as distribution
+from paceline.clock.cluster_file import Links
 from paceline.clock.distributions import Constant, Exponential
+from paceline.clock.network import Absence, Failures, Network
 from paceline.clock.times import Delay, Times
 from paceline.core.errors import InputError
 from paceline.planner.order_statistics import IdenticalReplicas, expected_s, identical
@@ -168,21 +170,21 @@ def test_own_steps() -> None:
 # -------------------------------------------------------------------------------------------- beside the virtual engine
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "synchronous",
-        "synchronous:backups=1",
-        "asynchronous",
-        "buffered:k=2",
-        "buffered:k=2,cancel=true",
-        "buffered:k=3,hold=false,cancel=true",
-        "stale-synchronous:bound=1",
-        "smooth-switch:every=20",
-        "local-steps:period=3",
-        "elastic-averaging:period=2,elasticity=0.1",
-    ],
-)
+SIMULATED = [
+    "synchronous",
+    "synchronous:backups=1",
+    "asynchronous",
+    "buffered:k=2",
+    "buffered:k=2,cancel=true",
+    "buffered:k=3,hold=false,cancel=true",
+    "stale-synchronous:bound=1",
+    "smooth-switch:every=20",
+    "local-steps:period=3",
+    "elastic-averaging:period=2,elasticity=0.1",
+]
+
+
+@pytest.mark.parametrize("policy", SIMULATED)
 def test_the_virtual_engine_goes_through_the_same_events(policy: str) -> None:
     program = programs.program(train=programs.data(samples=64))  # 4 whole rounds an epoch: no Δ is without samples
     delay = Delay.parse("fraction=0.5 exponential:mean=0.2")
@@ -197,6 +199,53 @@ def test_the_virtual_engine_goes_through_the_same_events(policy: str) -> None:
     assert (updates, cancelled) == (summary["updates"], summary["cancelled"])
     assert stale / applied == pytest.approx(summary["staleness_mean"], rel=1e-12)  # the same integers
     assert now_s <= 12
+
+
+LINKS = Links(inside_bytes_per_s=1e5, between_bytes_per_s=1e4, latency_s=0.01, between_latency_s=0.02)
+
+
+@pytest.mark.parametrize("policy", SIMULATED)
+def test_and_over_a_network_too(policy: str) -> None:
+    """With queues, two servers, and hosts that come and go."""
+    program = programs.program(train=programs.data(samples=64))
+    network = Network(3, LINKS, (Absence(2, 3.0, 5.0),), Failures(10.0, 1.0))
+    times = Times(distribution("exponential:mean=0.1"), apply=distribution("0.01"), network=network)
+    settings: dict[str, Any] = {"engine": "virtual", "times": times, "progress": False}
+    run = train(program, f"replicas=4 servers=2 aggregation={policy}", seconds=30, **settings)
+    a_bytes = sum(p.numel() * p.element_size() for p in program.build().parameters())
+    simulation = Simulation(parse(policy), 4, times, None, program.seed, a_bytes, servers=2)
+    while simulation.coordinator.tally.gradients < run.summary["gradients"]:
+        simulation.turn()
+    now_s, updates, applied, stale, _, arrived, cancelled = simulation.counts()
+    assert arrived > 20
+    assert len(run.left) > 2
+    assert (updates, cancelled) == (run.summary["updates"], run.summary["cancelled"])
+    assert stale / applied == pytest.approx(run.summary["staleness_mean"], rel=1e-12)
+    assert now_s <= 30
+
+
+def test_a_policy_without_a_model_has_the_times_of_its_network() -> None:
+    network = Network(2, Links(100.0, 10.0, 0.25, 0.5))
+    times = Times(Constant(1.0), apply=Constant(0.5), network=network)
+    found = pace("synchronous", 2, times, size_bytes=20, servers=1, updates=50, warm_up=0.0)
+    assert found.update_s == pytest.approx(2.5 + 1 + 2.5 + 0.5)
+    found = pace("synchronous", 2, times, size_bytes=20, updates=50, warm_up=0.0)
+    assert found.update_s == pytest.approx(1.5 + 1 + 1.5 + 0.25)
+
+
+@pytest.mark.parametrize(
+    ("times", "given", "words"),
+    [
+        (Times(network=Network(1, LINKS)), {}, "size_bytes=None: a network sends messages of a size"),
+        (Times(), {"size_bytes": 4e6}, "size_bytes=4000000.0: a network sends messages of a size"),
+        (Times(network=Network(1, LINKS)), {"size_bytes": 0}, "size_bytes=0, but it must be a number above 0"),
+        (Times(), {"servers": 2}, "servers=2 have a slice of A each"),
+        (Times(network=Network(2, LINKS, (Absence(1, 3.0),))), {"size_bytes": 8}, "host 1 has a server of A, and goes"),
+    ],
+)
+def test_networks_that_are_refused(times: Times, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        pace("asynchronous", 2, times, **given)
 
 
 def test_servers_that_take_time_hold_replicas_up() -> None:

@@ -29,8 +29,9 @@ applies or discards all that it holds.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, final
 
@@ -114,6 +115,7 @@ Decision: TypeAlias = tuple[Action, ...]
 Combine: TypeAlias = Literal["mean", "sum"]
 
 S = TypeVar("S")
+T = TypeVar("T")
 
 
 @declare("aggregation")
@@ -254,23 +256,61 @@ def combined(arrivals: tuple[Arrival, ...], combine: Combine, rate: float = 1.0)
     return (Apply(tuple((a, weigh(a)) for a in ordered), rate),)
 
 
+# Values of a chunk: one value more costs a copy of so many, and rarely one of the chunks.
+CHUNK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Chunked(Generic[T]):
+    """An immutable sequence that grows at its end, at a cost that hardly depends on its length.
+
+    >>> three = Chunked.of((1, 2)).add(3)
+    >>> len(three), list(three), bool(Chunked())
+    (3, [1, 2, 3], False)
+    """
+
+    full: tuple[tuple[T, ...], ...] = ()
+    """Chunks of :data:`CHUNK` values each, but for the first."""
+    last: tuple[T, ...] = ()
+    size: int = 0
+
+    @classmethod
+    def of(cls, values: Iterable[T]) -> "Chunked[T]":
+        """Return the sequence of these values."""
+        first = tuple(values)
+        return cls((first,), (), len(first))
+
+    def add(self, value: T) -> "Chunked[T]":
+        """Return the sequence with one value more."""
+        last = (*self.last, value)
+        if len(last) < CHUNK:
+            return Chunked(self.full, last, self.size + 1)
+        return Chunked((*self.full, last), (), self.size + 1)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[T]:
+        return chain(*self.full, self.last)
+
+
 class Buffer(NamedTuple):
-    """State of every policy with a threshold. Tuples, for appending to one is cheaper than copying a set."""
+    """State of every policy with a threshold."""
 
     alive: frozenset[ReplicaId]
     """Replicas that take part; len(alive) is P."""
-    held: tuple[Arrival, ...] = ()
+    held: Chunked[Arrival] = Chunked()
     """Δs that have arrived and are neither applied nor discarded, also of replicas that have left since."""
-    waiting: tuple[ReplicaId, ...] = ()
+    waiting: Chunked[ReplicaId] = Chunked()
     """Replicas of ``alive`` that have arrived and are not released."""
 
     def add(self, arrival: Arrival) -> "Buffer":
         """Add a Δ, whose replica waits."""
-        return Buffer(self.alive, (*self.held, arrival), (*self.waiting, arrival.replica))
+        return Buffer(self.alive, self.held.add(arrival), self.waiting.add(arrival.replica))
 
     def without(self, replica: ReplicaId) -> "Buffer":
         """Remove a replica; its Δs stay."""
-        return Buffer(self.alive - {replica}, self.held, tuple(r for r in self.waiting if r != replica))
+        return Buffer(self.alive - {replica}, self.held, Chunked.of(r for r in self.waiting if r != replica))
 
     def joined(self, replica: ReplicaId) -> "Buffer":
         """Add a computing replica."""
@@ -288,17 +328,18 @@ class Buffer(NamedTuple):
         """
         enough = len(self.waiting if hold else self.held) >= k if self.alive else bool(self.held)
         if not enough:
-            return (self, ()) if hold else (self._replace(waiting=()), released(self.waiting))
-        update = combined(self.held, combine)
+            return (self, ()) if hold else (self._replace(waiting=Chunked()), released(self.waiting))
+        update = combined(tuple(self.held), combine)
         # Without a sample there was no update: the A that the others compute with is still the current one.
         late = sorted(self.alive.difference(self.waiting)) if cancel and updates(update) else []
         cancelled = (Cancel(tuple(late)),) if late else ()
         return Buffer(self.alive), (*update, *cancelled, *released(self.waiting))
 
 
-def released(waiting: tuple[ReplicaId, ...]) -> Decision:
+def released(waiting: Iterable[ReplicaId]) -> Decision:
     """Release all waiting replicas, in ascending order."""
-    return (Release(tuple(sorted(waiting))),) if waiting else ()
+    replicas = tuple(sorted(waiting))
+    return (Release(replicas),) if replicas else ()
 
 
 def updates(decision: Decision) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias, final, get_args
 
-from paceline.aggregation.base import Aggregation, Apply, Arrival, Combine, Decision, Discard, released
+from paceline.aggregation.base import Aggregation, Apply, Arrival, Chunked, Combine, Decision, Discard, released
 from paceline.core.errors import check_choice, check_int
 from paceline.core.registry import register
 from paceline.core.types import Clock, LeaveReason, ReplicaId
@@ -24,7 +24,7 @@ class Clocks(NamedTuple):
     slowest: Clock = 0
     at_slowest: int = 0
     """Number of replicas at ``slowest``."""
-    waiting: tuple[ReplicaId, ...] = ()
+    waiting: Chunked[ReplicaId] = Chunked()
 
     @classmethod
     def at_start(cls, replicas: int) -> "Clocks":
@@ -43,32 +43,30 @@ class Clocks(NamedTuple):
         return self.segments[replica // SEGMENT][replica]
 
     def moved(self, replica: ReplicaId) -> "Clocks":
-        """Advance the clock of a replica, which then waits."""
+        """Advance the clock of a replica."""
         clock = self.clock(replica)
-        after = Clocks(
-            self._with(replica, clock + 1),
-            self.replicas,
-            self.slowest,
-            self.at_slowest - (clock == self.slowest),
-            (*self.waiting, replica),
-        )
+        at_slowest = self.at_slowest - (clock == self.slowest)
+        after = Clocks(self._with(replica, clock + 1), self.replicas, self.slowest, at_slowest, self.waiting)
         # Clocks only grow, so the slowest changes only when the last replica at it has moved on.
-        return after if after.at_slowest else after.recounted()
+        return after if at_slowest else after.recounted()
 
     def without(self, replica: ReplicaId) -> "Clocks":
         """Remove a replica."""
-        segments, waiting = self._with(replica, None), tuple(r for r in self.waiting if r != replica)
-        return self._replace(segments=segments, waiting=waiting).recounted()
+        at_slowest = self.at_slowest - (self.clock(replica) == self.slowest)
+        waiting = Chunked.of(r for r in self.waiting if r != replica)
+        after = Clocks(self._with(replica, None), self.replicas - 1, self.slowest, at_slowest, waiting)
+        return after if at_slowest else after.recounted()
 
     def joined(self, replica: ReplicaId) -> "Clocks":
         """Add a replica, at the clock of the slowest."""
-        return self._replace(segments=self._with(replica, self.slowest)).recounted()
+        segments = self._with(replica, self.slowest)
+        return Clocks(segments, self.replicas + 1, self.slowest, self.at_slowest + 1, self.waiting)
 
     def recounted(self) -> "Clocks":
-        """Count replicas and find the slowest anew; without any replica it stays."""
+        """Find the slowest anew; without any replica it stays."""
         slowest = min((c for segment in self.segments for c in segment.values()), default=self.slowest)
         at_slowest = sum(c == slowest for segment in self.segments for c in segment.values())
-        return self._replace(replicas=sum(map(len, self.segments)), slowest=slowest, at_slowest=at_slowest)
+        return self._replace(slowest=slowest, at_slowest=at_slowest)
 
     def _with(self, replica: ReplicaId, clock: Clock | None) -> tuple[Segment, ...]:
         """Return the segments with another clock of a replica; None: it has none."""
@@ -111,9 +109,14 @@ class StaleSynchronous(Aggregation[Clocks]):
         return Clocks.at_start(replicas)
 
     def arrived(self, state: Clocks, arrival: Arrival) -> tuple[Clocks, Decision]:
-        moved = state.moved(arrival.replica)
+        replica, moved = arrival.replica, state.moved(arrival.replica)
         # Others that wait may go on only if the slowest has moved.
-        after, free = self._go_on(moved, moved.waiting if moved.slowest > state.slowest else (arrival.replica,))
+        if moved.slowest > state.slowest:
+            after, free = self._go_on(moved._replace(waiting=moved.waiting.add(replica)))
+        elif moved.clock(replica) <= moved.slowest + self.bound:
+            after, free = moved, released((replica,))
+        else:
+            after, free = moved._replace(waiting=moved.waiting.add(replica)), ()
         if arrival.samples == 0:
             return after, (Discard((arrival,)), *free)
         weight = 1.0 / state.replicas if self.combine == "mean" else 1.0
@@ -121,8 +124,7 @@ class StaleSynchronous(Aggregation[Clocks]):
 
     def left(self, state: Clocks, replica: ReplicaId, reason: LeaveReason) -> tuple[Clocks, Decision]:
         del reason
-        after = state.without(replica)
-        return self._go_on(after, after.waiting)
+        return self._go_on(state.without(replica))
 
     def joined(self, state: Clocks, replica: ReplicaId) -> tuple[Clocks, Decision]:
         return state.joined(replica), ()
@@ -131,12 +133,11 @@ class StaleSynchronous(Aggregation[Clocks]):
         del state
         return 1
 
-    def _go_on(self, state: Clocks, waiting: tuple[ReplicaId, ...]) -> tuple[Clocks, Decision]:
-        """Release those of these replicas that are near enough to the slowest."""
+    def _go_on(self, state: Clocks) -> tuple[Clocks, Decision]:
+        """Release those that wait, and are near enough to the slowest."""
         limit = state.slowest + self.bound
-        free = tuple(r for r in waiting if state.clock(r) <= limit)
+        free = tuple(r for r in state.waiting if state.clock(r) <= limit)
         if not free:
             return state, ()
         gone = set(free)
-        still = state.waiting[:-1] if free == state.waiting[-1:] else tuple(r for r in state.waiting if r not in gone)
-        return state._replace(waiting=still), released(free)
+        return state._replace(waiting=Chunked.of(r for r in state.waiting if r not in gone)), released(free)

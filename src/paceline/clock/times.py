@@ -10,6 +10,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar, final, get_args
 import numpy as np
 
 from paceline.clock.distributions import Constant, Distribution, finite, number, parse, show
+from paceline.clock.network import Network
 from paceline.core.errors import InputError, check_choice
 from paceline.core.types import ReplicaId, Seconds
 
@@ -53,6 +54,10 @@ class EventQueue(Generic[Event]):
 
     def __len__(self) -> int:
         return len(self._heap)
+
+    def __iter__(self) -> Iterator[Event]:
+        """Yield the events in the order in which they are to happen."""
+        return (event for _, _, event in sorted(self._heap, key=lambda entry: entry[:2]))
 
 
 _CHOICE = int.from_bytes(b"slowed replicas")
@@ -133,6 +138,7 @@ _Part: TypeAlias = Literal["compute", "transfer", "apply", "gradient"]
 _PARTS = get_args(_Part)  # their order is part of the seeds
 _STEP, _NOTHING = Constant(0.01), Constant(0.0)
 _EXAMPLE = "compute=0.01 transfer=0 apply=0 gradient=0"
+_NETWORK_EXAMPLE = "compute=0.01 network=cluster.toml"
 
 
 @final
@@ -152,12 +158,15 @@ class Times:
         transfer: of one message, replica to server or back; drawn for each.
         apply: of one update of A.
         gradient: of each gradient that goes into an update.
+        network: hosts and links that messages take, instead of ``transfer``; in the text form the file of a cluster,
+            ``network=cluster.toml``, relative to the working directory. The n servers of A share an update, which then
+            takes (apply + K · gradient) / n. See clock/network.py.
 
     Written as ``measured`` alone, compute, transfer and apply are all measured, piece by piece, with as many processes
     at work as there will be workers: the result is the duration of a step on this host.
 
     Raises:
-        InputError: transfer or apply is measured, but not all three are.
+        InputError: transfer or apply is measured, but not all three are; or ``transfer`` is given, and ``network`` too.
 
     >>> times = Times.parse("transfer=exponential:mean=0.001")
     >>> str(times)
@@ -170,8 +179,14 @@ class Times:
     transfer: Distribution | Measured = _NOTHING
     apply: Distribution | Measured = _NOTHING
     gradient: Distribution = _NOTHING
+    network: Network | None = None
 
     def __post_init__(self) -> None:
+        if self.network is not None and self.transfer != _NOTHING:
+            raise InputError(
+                f"times={str(self)!r}: the network says how long a message takes, and so does transfer; write "
+                f"{_NETWORK_EXAMPLE!r}, or transfer= alone"
+            )
         if "measured" in (self.transfer, self.apply) and not self.all_measured:
             raise InputError(
                 f"times={str(self)!r}: transfer and apply are measured together with compute; write times='measured'"
@@ -200,11 +215,12 @@ class Times:
             if key in values:
                 raise InputError(f"times: {key} is given twice, {values[key]} and {value}; write {key}={value} alone.")
             check_choice("time", key, [each.name for each in fields(cls)])
-            values[key] = _value(key, value)
+            values[key] = Network.read(value) if key == "network" else _value(key, value)
         return cls(**values)
 
     def __str__(self) -> str:
-        return " ".join(f"{each.name}={getattr(self, each.name)}" for each in fields(self))
+        given = ((each.name, getattr(self, each.name)) for each in fields(self))
+        return " ".join(f"{name}={value}" for name, value in given if value is not None)
 
     def stream(self, part: _Part, seed: int, *replica: ReplicaId) -> Iterator[Seconds]:
         """Return the draws of one part, without end; it must not be measured.

@@ -67,6 +67,9 @@ _SUBSETS, _SHUFFLES = 0, 1
 # Number of indices of past and present epochs that are kept (4 MiB): a fast replica may be many short epochs ahead.
 _KEPT_INDICES = 2**19
 
+# Bound on that number where replicas are so far apart that epochs are needed again after they were dropped (128 MiB).
+_MOST_INDICES = 2**24
+
 # Least number of epochs that are kept, however large the training set.
 _KEPT_EPOCHS = 4
 
@@ -97,6 +100,7 @@ class _Global:
         self._full_rounds, self._rest = divmod(self._samples, order.batch_size * order.replicas)
         self._keep = max(_KEPT_EPOCHS, _KEPT_INDICES // order.samples)
         self._epochs: OrderedDict[int, Indices] = OrderedDict()
+        self._dropped: set[int] = set()
 
     def rounds(self, replica: ReplicaId) -> int:  # noqa: ARG002 - the same for all
         """Return the number of batches of this replica in an epoch."""
@@ -116,9 +120,11 @@ class _Global:
         if self._left is not None:
             return self._left
         if epoch not in self._epochs:
+            if epoch in self._dropped:
+                self._keep = min(2 * self._keep, max(self._keep, _MOST_INDICES // self._order.samples))
             self._epochs[epoch] = _permutation(self._order.seed, _TAG, epoch)(self._order.samples)
             if len(self._epochs) > self._keep:
-                self._epochs.popitem(last=False)
+                self._dropped.add(self._epochs.popitem(last=False)[0])
         self._epochs.move_to_end(epoch)
         return self._epochs[epoch]
 

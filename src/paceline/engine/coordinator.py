@@ -92,6 +92,8 @@ class Coordinator:
         self._members = range(replicas)
         self.present = set(self._members)
         """Replicas that take part; empty once all have left."""
+        self.away: set[ReplicaId] = set()
+        """Replicas that are not there where a run goes on: they join later, or never."""
         self.begun = False
         """Whether A was sent: before that there is no state to go on with."""
         self.version: Version = 0
@@ -129,7 +131,7 @@ class Coordinator:
     def begin(self) -> None:
         """Send A to all replicas."""
         self.begun = True
-        for replica in range(len(self._members), len(self.positions)):
+        for replica in (*range(len(self._members), len(self.positions)), *sorted(self.away - self.present)):
             self._dispatcher.abandon(replica)  # what it had begun where the run stopped
         if self.kept is not None:
             self._go_on_with(self.kept)
@@ -182,8 +184,8 @@ class Coordinator:
             if replica not in self._members:
                 self._decide(*self._policy.left(self._state, replica, "died"))
                 self._report_left()
-        for replica in self._members:
-            if replica not in state.present and not self._dispatcher.quota.spent(replica):
+        for replica in sorted({*self._members}.difference(state.present, self.away)):
+            if not self._dispatcher.quota.spent(replica):
                 self.joined(replica)
 
     def arrived(self, arrival: Arrival) -> None:

@@ -98,7 +98,8 @@ class RunContext:
         if saved.policy_kind != kind(self.policy):
             return False
         held = Counter(arrival.replica for arrival in saved.held)
-        slots = self.policy.slots(self.replicas)
+        # More than a replica's slots hold are those of one that died after a Δ, and came back: only memory bounds them.
+        slots = max(held.values(), default=0) if self._has_held else self.policy.slots(self.replicas)
         fits = all(replica < self.replicas and count <= slots for replica, count in held.items())
         return fits and (self._has_held or not held or len(resume.held) == len(saved.held))
 

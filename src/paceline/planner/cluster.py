@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from math import ceil, log2
 from typing import Literal, NamedTuple, final
 
+from paceline.clock.cluster_file import Links
 from paceline.core.types import Seconds
 from paceline.planner.base import Arrangement, Collective, Provenance
 
@@ -24,18 +25,6 @@ class Device:
     """Streaming multiprocessors, each of which computes a tile of a matrix product at a time."""
     kind: Literal["cpu", "cuda"] = "cpu"
     """Value of Paceline's ``device=``: it decides which arrangements are supported."""
-
-
-@dataclass(frozen=True, slots=True)
-class Links:
-    """Bandwidth and latency of one device, in each direction at the same time."""
-
-    inside_bytes_per_s: float
-    """Bandwidth to other devices of its host."""
-    between_bytes_per_s: float
-    """Bandwidth to other hosts, where all devices of a host send at once."""
-    latency_s: Seconds = 5e-6
-    between_latency_s: Seconds = 1e-5
 
 
 class DeviceGroup(NamedTuple):
@@ -145,7 +134,8 @@ class Cluster:
     def group(self, size: int, stride: int) -> DeviceGroup:
         """Return the group of workers whose ranks differ by the stride, beginning with the first of a host.
 
-        >>> from paceline.planner.cluster import Cluster, Described, Device, Links
+        >>> from paceline.clock.cluster_file import Links
+        >>> from paceline.planner.cluster import Cluster, Described, Device
         >>> cluster = Cluster(4, 8, Device("", 1.0, 1.0, 1.0), Described(Links(1.0, 1.0)))
         >>> cluster.group(4, 1), cluster.group(4, 4), cluster.group(4, 8)
         (DeviceGroup(size=4, on_host=4), DeviceGroup(size=4, on_host=2), DeviceGroup(size=4, on_host=1))

@@ -18,20 +18,22 @@ By name: hosts, devices of each and the device, ``4x8 H100-80GB``; or the device
     inside_bytes_per_s = 450e9
     between_bytes_per_s = 50e9
     latency_s = 1e-5
+
+What virtual time reads of the same file beside hosts and links, clock/network.py says; the planner passes it over.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from paceline.clock.cluster_file import Links, cluster_keys, given_links, refuse_not_positive
 from paceline.core.errors import InputError, unknown
 from paceline.core.formatting import bytes_text
+from paceline.core.toml_sections import checked, text_of
 from paceline.planner import devices
 from paceline.planner.base import OverlapModel, merged
-from paceline.planner.cluster import Cluster, Described, Device, Links
-from paceline.planner.shapes.shape_file import checked, section, section_of, text_of, toml
+from paceline.planner.cluster import Cluster, Described, Device
 
 # CUDA's context, its libraries and NCCL's buffers take 1 to 2 GiB before the first parameter.
 CUDA_CONTEXT_BYTES = 1.5 * 2**30
@@ -64,15 +66,6 @@ def assumed(cluster: Cluster) -> tuple[Cluster, OverlapModel]:
     }
     assumed_cluster = replace(cluster, provenance=merged(cluster.provenance, assumptions))
     return assumed_cluster, OverlapModel(context_bytes=context_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class _ClusterKeys:
-    hosts: int
-    device: Any
-    devices_per_host: int = 0
-    name: str = ""
-    links: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +103,12 @@ def read(source: str | Path, precision: str = "bf16-mixed") -> Cluster:
 
 def from_toml(text: str, name: str = "", precision: str = "bf16-mixed") -> Cluster:
     """Read a cluster from a file's text; see :func:`read`."""
-    values = toml(text)
-    keys = _ClusterKeys(**checked(_ClusterKeys, values, ""))
+    keys = cluster_keys(text)
     title = keys.name or name
-    given = section(values, "links") if "links" in values else {}
     usual = {"inside_bytes_per_s": 1.0, "between_bytes_per_s": 1.0}  # of a device with a name those of its sheet
-    links = {key: value for key, value in checked(Links, usual | given, "links").items() if key in given}
-    _refuse_not_positive("links", links)
+    links = {} if keys.links is None else given_links(keys, usual)
+    if keys.device is None:
+        raise InputError('the file has no device; write device = "H100-80GB", or a section [device].')
     if isinstance(keys.device, str):
         cluster = _named(keys.hosts, keys.devices_per_host, keys.device, precision, title)
     elif isinstance(keys.device, dict):
@@ -127,8 +119,8 @@ def from_toml(text: str, name: str = "", precision: str = "bf16-mixed") -> Clust
                     f"{hosts} hosts of {per_host} devices send to each other, but [links] does not say how fast; write "
                     f"{key} = … under [links]."
                 )
-        lines = checked(_DeviceKeys, section(values, "device"), "device")
-        _refuse_not_positive("device", lines)
+        lines = checked(_DeviceKeys, keys.device, "device")
+        refuse_not_positive("device", lines)
         if lines.get("kind", "cuda") not in ("cpu", "cuda"):
             raise unknown("kind of device", lines["kind"], ("cpu", "cuda"))
         provenance = dict.fromkeys(("flops_per_s", "memory_bytes", "memory_bytes_per_s"), _FROM_FILE)
@@ -139,8 +131,6 @@ def from_toml(text: str, name: str = "", precision: str = "bf16-mixed") -> Clust
     if not links:
         return cluster
     assert isinstance(cluster.messages, Described), "a cluster in words is described"
-    if "latency_s" in links:
-        links = {"between_latency_s": links["latency_s"]} | links
     messages = Described(replace(cluster.messages.links, **links), EFFICIENCY)
     return replace(cluster, messages=messages, provenance={**cluster.provenance, "links": _FROM_FILE})
 
@@ -157,14 +147,7 @@ def _named(hosts: int, per_host: int, name: str, precision: str, title: str) -> 
 def _described(
     hosts: int, per_host: int, device: Device, links: Links, title: str, source: Mapping[str, str]
 ) -> Cluster:
-    _refuse_not_positive("", {"hosts": hosts, "devices_per_host": per_host})
+    refuse_not_positive("", {"hosts": hosts, "devices_per_host": per_host})
     why = f"± {DATA_SHEET_SPREAD:.0%} is assumed, as nothing was measured there: data sheets say what is possible"
     provenance = {**device.provenance, **source, "spread": why}
     return Cluster(hosts, per_host, device, Described(links, EFFICIENCY), title, provenance, DATA_SHEET_SPREAD)
-
-
-def _refuse_not_positive(section: str, values: Mapping[str, Any]) -> None:
-    for key, value in values.items():
-        if isinstance(value, (int, float)) and value <= 0:
-            place = section_of(section)
-            raise InputError(f"{place} says {key} = {value}, which is not above 0; write what it really is.")

@@ -18,8 +18,9 @@ from typing import Any
 
 from paceline.aggregation import Aggregation, SmoothSwitch, Synchronous, parse, text_of
 from paceline.clock.distributions import Constant, Distribution
+from paceline.clock.hosts import refuse_servers
 from paceline.clock.times import Delay, Times
-from paceline.core.errors import InputError
+from paceline.core.errors import InputError, check_positive
 from paceline.core.types import Seconds
 from paceline.planner.base import Plan, Workload
 from paceline.planner.cluster import Cluster
@@ -72,23 +73,27 @@ def waiting(
 
 
 def pace(
-    policy: Aggregation[Any],
+    policy: Aggregation[Any] | str,
     replicas: int,
-    compute: Distribution | Times,
-    delay: Delay | None = None,
+    times: Distribution | Times | str,
+    delay: Delay | str | None = None,
     *,
+    size_bytes: float | None = None,
+    servers: int | None = None,
     updates: int | None = None,
     arrivals: int = 100_000,
     seed: int = 0,
     warm_up: float = 0.1,
 ) -> Pace:
-    """Simulate a policy.
+    """Simulate a policy in virtual time, without a model: 10,000 replicas send a million Δs in less than a minute.
 
     Args:
-        policy: any that needs nothing but arrivals.
+        policy: any that needs nothing but arrivals, or its text.
         replicas: P.
-        compute: of one batch; or times of messages and updates as well, none of them measured.
-        delay: of some of the replicas.
+        times: of one batch; or of messages and updates as well, as for :func:`~paceline.train`; none of them measured.
+        delay: of some of the replicas, or its text.
+        size_bytes: of A and of a Δ, where ``times`` has a network.
+        servers: n, among which A is divided, where ``times`` has a network; None: as many as hosts.
         updates: to stop after; None: after so many ``arrivals``.
         arrivals: Δs that reach the coordinator.
         seed: of all draws.
@@ -98,17 +103,22 @@ def pace(
         Means over the events that count.
 
     Raises:
-        InputError: a policy that needs a loss or a gradient, times that are measured, or nothing to simulate.
+        InputError: a text that can't be read, a policy that needs a loss or a gradient, times that are measured, a
+            network without ``size_bytes`` or the reverse, or nothing to simulate.
 
-    >>> from paceline.aggregation import Asynchronous
-    >>> steady = pace(Asynchronous(), 4, Constant(0.1), updates=1000)
+    >>> steady = pace("asynchronous", 4, "compute=0.1", updates=1000)
     >>> round(steady.update_s, 9), steady.staleness, steady.batches
     (0.025, 3.0, 1.0)
     """
-    times = compute if isinstance(compute, Times) else Times(compute=compute)
+    policy = parse(policy) if isinstance(policy, str) else policy
+    times = Times.parse(times) if isinstance(times, str) else times
+    times = times if isinstance(times, Times) else Times(compute=times)
+    delay = Delay.parse(delay) if isinstance(delay, str) else delay
     whole = arrivals if updates is None else updates
     _refuse(policy, replicas, times, whole)
-    simulation = Simulation(policy.resolved(learning_rate=None, replicas=replicas), replicas, times, delay, seed)
+    _refuse_network(times, size_bytes, servers)
+    resolved = policy.resolved(learning_rate=None, replicas=replicas)
+    simulation = Simulation(resolved, replicas, times, delay, seed, size_bytes or 0.0, servers)
 
     def run_until(count: int) -> None:
         coordinator = simulation.coordinator
@@ -137,6 +147,17 @@ def _refuse(policy: Aggregation[Any], replicas: int, times: Times, length: int) 
         )
     if "measured" in (times.compute, times.transfer, times.apply):
         raise InputError(f"times={str(times)!r}: nothing is computed here to be measured; write compute=0.01, say.")
+
+
+def _refuse_network(times: Times, size_bytes: float | None, servers: int | None) -> None:
+    refuse_servers(times.network, servers)
+    if (times.network is None) != (size_bytes is None):
+        raise InputError(
+            f"times={str(times)!r} and size_bytes={size_bytes}: a network sends messages of a size, and nothing else "
+            "has one; write times='compute=0.01 network=cluster.toml' and size_bytes=4e6, or neither."
+        )
+    if size_bytes is not None:
+        check_positive("size_bytes", size_bytes, instead=4e6)
 
 
 # ---------------------------------------------------------------------------------------------------------- competition

@@ -12,7 +12,7 @@ stale-synchronous replicas. K-sync cancels all but the first K replicas of an up
 any replica; Dutta et al. 2018 (1803.01113). These take milliseconds for any number of replicas.
 
 All other policies are simulated without tensors: the engines' own coordinator runs the policy; its decisions only move
-a virtual clock::
+a virtual clock, and over a network hand messages to its links, as in engine/virtual/attempts.py::
 
     replica r   |-- compute + delay --|                        |-- compute + delay --|
     policy                            | arrived -> Apply ... Release
@@ -20,12 +20,13 @@ a virtual clock::
 The k-th draws of a replica are those of the virtual engine for the same seed, so both have the same events.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice, repeat
 from math import inf, nan
 from operator import add
-from typing import Any, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,7 @@ from numpy.typing import NDArray
 from paceline.aggregation import Aggregation, Asynchronous, Buffered, LocalSteps, StaleSynchronous, Synchronous
 from paceline.aggregation.base import Apply, Arrival
 from paceline.clock.distributions import Constant, Exponential, ShiftedExponential
+from paceline.clock.hosts import Hosts
 from paceline.clock.times import Delay, EventQueue, Times
 from paceline.core.data_order import BatchRange
 from paceline.core.delta import Accumulated, Change, Distance
@@ -225,6 +227,9 @@ class SimulatedAttempt:
     clock: Clock
     version: Version
     cancelled: bool = False
+    phase: Literal["granted", "computing", "arriving"] = "arriving"
+    work_s: Seconds = 0.0
+    """To compute, and of delay, where a network says when that begins."""
 
 
 _NOTHING = Constant(0.0)
@@ -239,9 +244,21 @@ class Simulation:
         times: none of them measured.
         delay: of some replicas; None: of none.
         seed: of all draws.
+        size_bytes: of A, and of a Δ, which a network takes.
+        servers: n, where A is divided; None: as many as hosts.
     """
 
-    def __init__(self, policy: Aggregation[Any], replicas: int, times: Times, delay: Delay | None, seed: int) -> None:
+    def __init__(
+        self,
+        policy: Aggregation[Any],
+        replicas: int,
+        times: Times,
+        delay: Delay | None,
+        seed: int,
+        size_bytes: float = 0.0,
+        servers: int | None = None,
+    ) -> None:
+        self._hosts = Hosts(times.network, replicas, servers, size_bytes, seed)
         self.micro_steps = micro_steps(policy)
         self._streams = [attempts(times, delay, r, replicas, seed, self.micro_steps) for r in range(replicas)]
         self._apply, self._gradient = times.stream("apply", seed), times.stream("gradient", seed)
@@ -255,20 +272,52 @@ class Simulation:
 
     def turn(self) -> None:
         """Process the next event."""
+        deadline = self.coordinator.deadline
+        if not self._events and not self._hosts.returning and deadline == math.inf:
+            raise self.coordinator.deadlock()
+        coming = min(self._events.next_s, self._hosts.next_s)
         # The server may still have been busy with an update when the Δ arrived.
-        deadline, start = (max(s, self._now) for s in (self.coordinator.deadline, self._events.next_s))
-        if deadline < start:
-            self._now = deadline
+        start = max(coming, self._now)
+        if max(deadline, self._now) < start:
+            self._now = max(deadline, self._now)
             self.coordinator.tick(self._now)
             return
-        if not self._events:
-            raise self.coordinator.deadlock()
+        if self._hosts.next_s <= self._events.next_s:
+            self._change_host()
+            return
         attempt = self._events.pop()
         if attempt.cancelled:
+            return
+        if attempt.phase != "arriving":
+            self._send_message(attempt)
             return
         self._now = start
         self._attempts[attempt.replica] = None
         self.coordinator.arrived(Arrival(attempt.replica, attempt.version, attempt.clock, self.micro_steps, start))
+
+    def _send_message(self, attempt: SimulatedAttempt) -> None:
+        """Hand A or a Δ to the network, now that it is granted or computed."""
+        traffic, now_s = self._hosts.traffic, self._events.now_s
+        assert traffic is not None, "phases before the arrival are those of a network"
+        if attempt.phase == "granted":
+            attempt.phase = "computing"
+            self._events.push(traffic.pull(attempt.replica, now_s) + attempt.work_s, attempt)
+        else:
+            attempt.phase = "arriving"
+            self._events.push(traffic.push(attempt.replica, now_s), attempt)
+
+    def _change_host(self) -> None:
+        """Let the replicas of a host die as it goes, or join once it is back."""
+        change, replicas = self._hosts.change(self.coordinator.present)
+        self._now = max(self._now, change.time_s)
+        for replica in replicas:
+            if change.until_s is None:
+                self.coordinator.joined(replica)
+                continue
+            attempt, self._attempts[replica] = self._attempts[replica], None
+            if attempt is not None:
+                attempt.cancelled = True
+            self.coordinator.left(replica, "died")
 
     def counts(self) -> tuple[float, ...]:
         """Return the time so far, and the numbers of updates, of applied Δs, of updates that these were late in all, of
@@ -293,11 +342,18 @@ class Simulation:
         self._clocks[replica] += 1
         attempt = SimulatedAttempt(replica, self._clocks[replica], self.coordinator.version)
         self._attempts[replica] = attempt
-        self._events.push(self._now + next(self._streams[replica]), attempt)
+        work_s, due_s = next(self._streams[replica]), self._now
+        if self._hosts.traffic is None:
+            due_s += work_s
+        else:
+            attempt.phase, attempt.work_s = "granted", work_s
+        self._events.push(due_s, attempt)
 
     def apply(self, action: Apply) -> None:
+        self._now = max(self._now, self._hosts.served_s)
         if self._server_takes_time:
-            self._now += next(self._apply) + sum(next(self._gradient) for _ in action.deltas)
+            update_s = next(self._apply) + sum(next(self._gradient) for _ in action.deltas)
+            self._now += update_s / self._hosts.servers
 
     def discard(self, arrivals: tuple[Arrival, ...]) -> None:
         del arrivals

@@ -38,7 +38,7 @@ _PARALLEL: frozenset[Feature] = frozenset({"stages", "async-stages", "shards", "
 # Features of the engines that come with Paceline; the planner chooses among engines without importing any.
 ENGINE_FEATURES: Mapping[str, frozenset[Feature]] = {
     "local": _PARALLEL | {"asynchronous", "in-place", "groups-shard_optimizer", "on_death", "elastic"},
-    "virtual": frozenset({"asynchronous", "stages", "shards", "noise_scale", "virtual-time"}),
+    "virtual": frozenset({"asynchronous", "stages", "shards", "noise_scale", "virtual-time", "servers"}),
     "ray": frozenset(
         {"asynchronous", "stages", "shards", "cuda", "compression", "on_death", "servers", "standby", "elastic"}
     ),

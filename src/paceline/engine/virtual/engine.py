@@ -7,21 +7,22 @@
 
 An event is the arrival of a Δ, or the policy's deadline. The server takes arrivals one at a time in the order in which
 they came; what the policy decides for one is executed before the next is taken. A deadline comes after what has arrived
-by then, and after what has arrived while the server was busy.
+by then, and after what has arrived while the server was busy. Over a network (``times="network=cluster.toml"``) the
+messages of an attempt are events too, and so are hosts that go and come back, which precede all else of their time.
 """
 
+import math
 from contextlib import closing, nullcontext
-from functools import partial
 
 import torch
 
 from paceline.aggregation.base import Apply, Arrival
-from paceline.clock.times import EventQueue, Times
+from paceline.clock.hosts import Hosts, refuse_servers
+from paceline.clock.times import Times
 from paceline.core.data_order import BatchRange
-from paceline.core.delta import Gradient
 from paceline.core.errors import InputError
 from paceline.core.noise_scale import NoiseAccumulator
-from paceline.core.records import WorkerFigures
+from paceline.core.records import ReplicaExit
 from paceline.core.registry import register
 from paceline.core.typed_json import to_json
 from paceline.core.types import ReplicaId, Seconds
@@ -34,28 +35,23 @@ from paceline.engine.run_context import RunContext, first_state, own_settings
 from paceline.engine.run_state import ResumePoint
 from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer
 from paceline.engine.step_profile.forecast import virtual_span
-from paceline.engine.virtual.durations import AttemptTimes, durations_of
-from paceline.engine.virtual.pending_delta import (
-    BatchSources,
-    DeltaComputer,
-    PendingDelta,
-    ReplicaTimeline,
-)
+from paceline.engine.virtual.attempts import Attempts
+from paceline.engine.virtual.durations import durations_of
+from paceline.engine.virtual.pending_delta import BatchSources, PendingDelta
 from paceline.engine.virtual.saved_state import (
     KEY,
     VirtualState,
     attempt_chunks,
-    attempt_state,
     held_attempts,
     restored_attempts,
 )
 from paceline.engine.virtual.user_loops import UserLoops
-from paceline.engine.virtual.vmap_gradients import VmapComputer, stacked_gradient
+from paceline.engine.virtual.vmap_gradients import delta_computer
 from paceline.replica.flat_state import FlatLayout, FlatState, write
 from paceline.replica.local_sgd import LocalSGD
 from paceline.replica.noise_estimator import NoiseEstimator, ObservedDelta
 from paceline.support import ENGINE_FEATURES
-from paceline.trace.spans import SERVER, Span
+from paceline.trace.spans import SERVER
 
 
 @register("virtual")
@@ -68,7 +64,8 @@ class VirtualEngine(Engine):
     def refuse(self, job: Job) -> None:
         times = job.times or Times()
         parts = (times.compute, times.transfer, times.apply, times.gradient)
-        timeless = all(not isinstance(part, str) and part.mean_s == 0 for part in parts)
+        timeless = all(not isinstance(part, str) and part.mean_s == 0 for part in parts) and times.network is None
+        refuse_servers(times.network, job.strategy.servers)
         if job.budget.unit == "seconds" and timeless:
             raise InputError(
                 f"times={str(job.times)!r}: nothing takes time, so seconds never pass; write compute=0.01, or steps="
@@ -97,37 +94,39 @@ class VirtualRun:
         self._estimator = NoiseEstimator(noise) if noise else None
         self._optimizer = ServerOptimizer(job.program, context.policy, state, self._estimator)
         self._observer = DeltaStatistics(context.policy, self._optimizer)
-        digest, positions = state.digest(), context.positions
+        digest = state.digest()
         if job.resume is not None:
             self._optimizer.restore(job.resume)
         self._sources = BatchSources(context.batches)
         own = lambda replica: self._sources.of(replica).stream(replica, context.first_batch(replica))  # noqa: E731
         self._user_loops = UserLoops(job.loop, context.replicas, own) if job.loop else None
-        self._computer = self._delta_computer()
+        self._computer = delta_computer(context, self._module, state.layout, self._sources)
         self._timing, self._durations = durations_of(context)
         self._now: Seconds = 0.0
-        self._events: EventQueue[PendingDelta] = EventQueue()
-        self._timelines = [ReplicaTimeline(position) for position in positions]
-        self._arrived: dict[tuple[ReplicaId, int], PendingDelta] = {}
-        self._under_way: dict[PendingDelta, None] = {}
-        """Attempts that were neither applied nor dropped, in the order in which they began."""
+        network, servers = (job.times or Times()).network, job.strategy.servers
+        start_s = job.resume.run.seconds if job.resume is not None else 0.0
+        self._hosts = Hosts(network, context.replicas, servers, state.layout.nbytes, job.program.seed, start_s)
+        self._attempts = Attempts(
+            context.positions, self._durations, self._hosts.traffic, self._timing, trace=job.trace
+        )
         self._resumed: set[ReplicaId] = set()
         """Replicas that are at work on an attempt that began before the run was resumed."""
         self._snapshot: FlatState | None = None
         """Copy of A as it is, shared by all attempts that read this version."""
-        self._spans: list[Span] = []
         self._last_s: Seconds | None = None
         """Time of the last event, once the budget's time is over."""
         self._consistent = True
         """False once an event was broken off."""
         self._restore(saved)
-        self._loop = RunLoop(context, self, digest, self._evaluate, noise=noise)
+        may_die = network is not None and not network.lasting
+        self._loop = RunLoop(context, self, digest, self._evaluate, noise=noise, parks=may_die)
         if saved is not None:  # the timelines go on
             self._loop.history.earlier = 0.0, ()
-        for timeline in self._timelines:
+        for timeline in self._attempts.timelines:
             timeline.count_busy_time(self._loop.end_s)
         self._checkpointer = Checkpointer(context, self._loop, self._take_snapshot)
         self._coordinator = self._loop.coordinator
+        self._coordinator.away |= self._hosts.returning | self._hosts.gone
         self._evaluator = Evaluator(job.program, job.program.build())
         # Δs are computed as they arrive, rather than when an update needs them, where a decision depends on them, or
         # their data or state come in the order of arrivals.
@@ -155,7 +154,9 @@ class VirtualRun:
                 if not self._loop.timed:
                     self._loop.evaluate_if_due(self._now)
                 self._coordinator.begin()
-                while self._coordinator.present and not interrupts.count:
+                for replica in sorted(self._coordinator.away & self._coordinator.present):
+                    self._let_die(replica, self._hosts.changed_s)  # time was up as its host went
+                while (self._coordinator.present or self._hosts.returning) and not interrupts.count:
                     self._next_event()
             except _TimeUp:
                 self._last_s, self._now = self._now, self._loop.end_s
@@ -165,26 +166,31 @@ class VirtualRun:
             return interrupts.first
 
     def _next_event(self) -> None:
-        deadline, start = (max(s, self._now) for s in (self._coordinator.deadline, self._events.next_s))
-        expires = deadline < start
-        if expires:
-            start = deadline
-        elif not self._events:
+        attempts, hosts, deadline = self._attempts, self._hosts, self._coordinator.deadline
+        if not attempts and not hosts.returning and deadline == math.inf:
             raise self._coordinator.deadlock()
+        coming = min(attempts.next_s, hosts.next_s)
+        start = max(min(coming, deadline), self._now)
         self._loop.evaluate_before(start)
         if start > self._loop.end_s:
             raise _TimeUp
-        if expires:
+        if max(deadline, self._now) < max(coming, self._now):
             self._now = start
             self._coordinator.tick(start)
-            self._handled()
-            return
-        attempt = self._events.pop()
-        if attempt.void:
-            return
-        self._now = start
-        self._timelines[attempt.replica].arrive(attempt)
-        self._arrived[attempt.replica, attempt.clock] = attempt
+        elif hosts.next_s <= attempts.next_s:
+            self._now = start
+            self._change_host()
+        else:
+            attempt = attempts.next(self._loop.end_s)
+            if attempt is None:
+                return
+            self._now = start
+            self._loop.arrived(self._arrival(attempt))
+        self._loop.handled(self._now)
+        self._checkpointer.save_if_due(self._now)
+
+    def _arrival(self, attempt: PendingDelta) -> Arrival:
+        """Return what the policy sees of a Δ that has arrived now."""
         if self._eager:
             self._computer.compute(attempt)
         measured = attempt.measured if self._eager else None
@@ -194,22 +200,35 @@ class VirtualRun:
             order, batches = self._context.order, attempt.batches
             assert order is not None, "Δs of a data source are computed as they arrive"
             samples = sum(order.size(batches.stream, k) for k in batches.numbers)
-        arrival = Arrival(
+        return Arrival(
             replica=attempt.replica,
             version=attempt.version,
             clock=attempt.clock,
             samples=samples,
-            time_s=start,
+            time_s=self._now,
             finite=measured.finite if measured else True,
             loss=measured.loss if measured and samples else None,
-            observed=self._observer.observe(attempt.out, start),
+            observed=self._observer.observe(attempt.out, self._now),
         )
-        self._loop.arrived(arrival)
-        self._handled()
 
-    def _handled(self) -> None:
-        self._loop.handled(self._now)
-        self._checkpointer.save_if_due(self._now)
+    def _change_host(self) -> None:
+        """Let the replicas of a host die as it goes, and join once it is back."""
+        present = self._coordinator.present
+        (time_s, host, until_s), replicas = self._hosts.change(present)
+        if until_s is None:
+            for replica in replicas:
+                self._coordinator.joined(replica)
+            return
+        reason = f"host {host} went away"
+        self._loop.exits += [ReplicaExit(replica, reason, time_s) for replica in replicas if replica in present]
+        for replica in replicas:
+            self._let_die(replica, time_s)
+
+    def _let_die(self, replica: ReplicaId, time_s: Seconds) -> None:
+        self._stop(replica, time_s)
+        self._attempts.timelines[replica].arrived_s = None  # to be away is not to wait
+        self._computer.replicas.pop(replica, None)  # with the parameters and the optimizer of its own
+        self._coordinator.left(replica, "died")
 
     # --------------------------------------------------------------------------------- execution of decisions, in order
 
@@ -217,7 +236,7 @@ class VirtualRun:
         if replica in self._resumed:
             self._resumed.remove(replica)
             return
-        timeline = self._timelines[replica]
+        timeline = self._attempts.timelines[replica]
         version, first = self._coordinator.version, timeline.micro_clock
         read = self._shared_state()
         read.version = version
@@ -230,35 +249,17 @@ class VirtualRun:
                     self._coordinator.retire(replica)
                     return
                 self._user_loops.losses[replica] = self._computer.step(attempt, batch)
-        times = self._durations.attempt(replica, batches.size)
-        attempt.arrives_s = self._now + (times.pull + times.compute + times.delay + times.push)
-        if self._job.trace:
-            self._trace(attempt, timeline.arrived_s, times)
-        timeline.begin(attempt, times.compute + times.delay, self._now + times.pull, self._loop.end_s)
+        self._attempts.begin(attempt, self._now, self._loop.end_s)
         self._computer.begin(attempt)
-        self._under_way[attempt] = None
-        self._events.push(attempt.arrives_s, attempt)
 
     def _shared_state(self) -> FlatState:
         if self._snapshot is None:
             self._snapshot = self._optimizer.state.clone()
         return self._snapshot
 
-    def _trace(self, attempt: PendingDelta, waited_from: Seconds | None, times: AttemptTimes) -> None:
-        """Record the spans of a replica, and of its workers where it is a pipeline."""
-        spans = times.spans(attempt.replica, attempt.clock, waited_from, self._now)
-        if not self._timing.actions:
-            self._spans += spans
-            return
-        self._spans += [span for span in spans if span.action != "compute"]
-        alone, began = times.compute / attempt.micro_steps, self._now + times.pull
-        for i in range(attempt.micro_steps):
-            at = began + i * alone
-            self._spans += self._timing.spans(attempt.replica, attempt.clock, at, alone / self._timing.factor)
-
     def apply(self, action: Apply) -> None:
-        began = self._now
-        ends = began + self._durations.update(len(action.deltas))
+        began = max(self._now, self._hosts.served_s)
+        ends = began + self._durations.update(len(action.deltas)) / self._hosts.servers
         self._loop.evaluate_before(ends)
         if ends > self._loop.end_s:
             raise _TimeUp
@@ -275,11 +276,11 @@ class VirtualRun:
         self._snapshot = None
         self._observer.applied(self._now - began)
         if self._job.trace and self._now > began:
-            self._spans.append(virtual_span(SERVER, "apply", self._coordinator.version + 1, began, self._now))
+            self._attempts.spans.append(virtual_span(SERVER, "apply", self._coordinator.version + 1, began, self._now))
 
     def _take(self, arrival: Arrival, weight: float) -> ObservedDelta:
-        attempt = self._arrived.pop((arrival.replica, arrival.clock))
-        del self._under_way[attempt]
+        attempt = self._attempts.take(arrival.replica, arrival.clock)
+        assert attempt is not None, "it is held"
         if not self._eager:
             self._computer.compute(attempt)
         assert attempt.out is not None
@@ -291,19 +292,18 @@ class VirtualRun:
 
     def discard(self, arrivals: tuple[Arrival, ...]) -> None:
         for arrival in arrivals:
-            attempt = self._arrived.pop((arrival.replica, arrival.clock), None)
+            attempt = self._attempts.take(arrival.replica, arrival.clock)
             if attempt is not None:  # None: taken by an update that Ctrl-C broke off
                 self._computer.forget(attempt)
-                del self._under_way[attempt]
 
     def cancel(self, replica: ReplicaId) -> None:
-        timeline = self._timelines[replica]
-        if timeline.attempt is not None:
-            timeline.attempt.void = True
-            del self._under_way[timeline.attempt]
-            self._computer.forget(timeline.attempt)
-            timeline.stop(timeline.attempt, self._now, self._loop.end_s)
+        self._stop(replica, self._now)
         self._coordinator.cancelled(replica)
+
+    def _stop(self, replica: ReplicaId, time_s: Seconds) -> None:
+        attempt = self._attempts.stop(replica, time_s, self._loop.end_s)
+        if attempt is not None:
+            self._computer.forget(attempt)
 
     def dismiss(self, replica: ReplicaId) -> None:
         if self._user_loops is not None:
@@ -327,17 +327,17 @@ class VirtualRun:
 
     def _take_snapshot(self) -> Snapshot:
         """Return all that the run has, between two events."""
-        attempts, optimizer, version = [*self._under_way], self._optimizer, self._coordinator.version
+        attempts, optimizer, version = self._attempts, self._optimizer, self._coordinator.version
         own = {r: each for r, each in self._computer.replicas.items() if isinstance(each, LocalSGD)}
         saved = {r: json for r, each in own.items() if (json := each.state_json()) is not None}
         state = VirtualState(
             self._now if self._last_s is None else self._last_s,
-            tuple(attempt_state(each, arrived=(each.replica, each.clock) in self._arrived) for each in attempts),
-            tuple(timeline.state(self._loop.end_s) for timeline in self._timelines),
+            attempts.state(self._loop.end_s),
             self._observer.state_json(),
             self._estimator.state_json() if self._estimator else None,
+            self._hosts.state(),
         )
-        chunks = [*optimizer.chunks(), *attempt_chunks(attempts, version), *self._observer.chunks()]
+        chunks = [*optimizer.chunks(), *attempt_chunks(attempts.under_way, version), *self._observer.chunks()]
         if self._estimator is not None:
             chunks += self._estimator.chunks(FlatLayout(optimizer.state.layout.parameters, ()))
         chunks += [chunk for r in saved for chunk in own_states.replica_chunks(r, own[r])]
@@ -356,8 +356,7 @@ class VirtualRun:
             for replica, position in enumerate(self._context.positions):
                 self._durations.skip(replica, position.attempt, position.clock)
             for attempt in held_attempts(resume, layout) if self._context.keeps_policy else ():
-                self._arrived[attempt.replica, attempt.clock] = attempt
-                self._under_way[attempt] = None
+                self._attempts.hold(attempt)
         else:
             self._restore_exactly(state, resume)
         for replica in own_states.saved_states(self._context):
@@ -369,19 +368,13 @@ class VirtualRun:
         """Go on with all that was under way."""
         layout = self._optimizer.state.layout
         self._now = state.now_s
-        for replica, (timeline, saved) in enumerate(zip(self._timelines, state.timelines, strict=True)):
-            timeline.restore(saved)
-            self._durations.skip(replica, saved.clock, saved.micro_clock)
-        for attempt, arrived in restored_attempts(state.attempts, resume, layout, self._shared_state):
-            self._under_way[attempt] = None
+        attempts = list(restored_attempts(state.attempts.attempts, resume, layout, self._shared_state))
+        self._attempts.restore(state.attempts, attempts)
+        for attempt, _ in attempts:
             if attempt.measured is None:
                 self._computer.begin(attempt)
-            if arrived:
-                self._arrived[attempt.replica, attempt.clock] = attempt
-            else:
-                self._events.push(attempt.arrives_s, attempt)
-                self._timelines[attempt.replica].attempt = attempt
-                self._resumed.add(attempt.replica)
+        self._resumed.update(state.attempts.queue)
+        self._hosts.restore(state.network)
         self._observer.restore(state.observer, resume.checkpoint)
         if self._estimator is not None and state.noise is not None:
             self._estimator.restore(state.noise, resume.checkpoint, FlatLayout(layout.parameters, ()))
@@ -389,11 +382,7 @@ class VirtualRun:
     # ----------------------------------------------------------------------------------------------- the end, the start
 
     def _result(self, signal: str | None) -> Outcome:
-        per_step, timing = self._context.per_step, self._timing
-        workers = [
-            WorkerFigures(r, 0, 0, timeline.micro_steps // per_step, timeline.busy_s, None, None, None, None)
-            for r, timeline in enumerate(self._timelines)
-        ]
+        timing, workers = self._timing, self._attempts.figures(self._context.per_step)
         notes: dict[str, str | int | float] = {"gradient_batching": self._computer.rule, **self._checkpointer.notes()}
         if self._job.strategy.spread and not (self._job.times or Times()).all_measured:
             notes["time_of_one_process"] = timing.factor
@@ -402,20 +391,9 @@ class VirtualRun:
         if self._durations.measured_s is not None:
             notes["compute_measured_s"] = self._durations.measured_s
         history = self._loop.history
-        account = history.account(self._now, workers, (), notes, interrupted=signal is not None, signal=signal)
+        account = history.account(
+            self._now, workers, self._loop.exits, notes, interrupted=signal is not None, signal=signal
+        )
         model = write(self._job.program.build(), self._optimizer.state)
-        spans = [s for s in self._spans if s.start_ns < self._now * 1e9]
+        spans = [s for s in self._attempts.spans if s.start_ns < self._now * 1e9]
         return Outcome(model.state_dict(), model, history.records, account, spans)
-
-    def _delta_computer(self) -> DeltaComputer:
-        job, context = self._job, self._context
-        layout, stop, order = self._optimizer.state.layout, job.on_nonfinite == "stop", context.order
-        build = partial(context.replica, module=self._module, layout=layout)
-        if order is None or job.program.loader.get("num_workers"):
-            return DeltaComputer(build, self._sources.at, stop=stop)
-        batch_at = context.batches().at
-        if isinstance(context.delta, Gradient) and self._user_loops is None:
-            gradient = stacked_gradient(self._module, job.program, layout, order)
-            if gradient is not None:
-                return VmapComputer(gradient, order, build, batch_at, stop=stop)
-        return DeltaComputer(build, batch_at, stop=stop)

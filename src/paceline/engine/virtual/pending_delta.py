@@ -8,7 +8,7 @@ and those that are discarded or cancelled never.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from paceline.core.data_order import BatchRange
 from paceline.core.errors import PacelineError, WorkerError
@@ -19,6 +19,10 @@ from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.batches import BatchSource
 from paceline.replica.flat_state import FlatState
 from paceline.step import step
+
+# What an attempt is at: A waits to be sent to its replica; Δ is computed; Δ is on its way. Without a network all of an
+# attempt is one event, its arrival.
+Phase: TypeAlias = Literal["granted", "computing", "arriving"]
 
 
 @dataclass(eq=False, slots=True)
@@ -33,8 +37,11 @@ class PendingDelta:
     first_micro_step: Clock
     batches: BatchRange
     """A micro-step on each."""
-    began_s: Seconds = 0.0
-    arrives_s: Seconds = 0.0
+    phase: Phase = "arriving"
+    due_s: Seconds = 0.0
+    """When the phase ends."""
+    work_s: tuple[Seconds, Seconds] = (0.0, 0.0)
+    """To compute, and of delay, where a network says when that begins."""
     void: bool = False
     """True once cancelled: it will not arrive."""
     out: FlatState | None = field(default=None, repr=False)
@@ -180,10 +187,13 @@ class ReplicaTimeline:
         self.work = (0.0, 0.0)
         """When the newest attempt begins to be busy, and ends."""
 
-    def begin(self, attempt: PendingDelta, busy_s: Seconds, from_s: Seconds, end_s: Seconds) -> None:
-        """Begin an attempt that is busy for ``busy_s`` from ``from_s`` on, as far as the run lasts."""
+    def begin(self, attempt: PendingDelta) -> None:
+        """Begin an attempt, which is not busy yet."""
         self.clock, self.micro_clock = attempt.clock, self.micro_clock + attempt.micro_steps
-        self.attempt = attempt
+        self.attempt, self.work = attempt, (0.0, 0.0)
+
+    def work_for(self, busy_s: Seconds, from_s: Seconds, end_s: Seconds) -> None:
+        """Let the attempt be busy for ``busy_s`` from ``from_s`` on, as far as the run lasts."""
         self.work = from_s, from_s + busy_s
         self.busy_s += self.busy_until(end_s)
 
@@ -209,7 +219,7 @@ class ReplicaTimeline:
 
     def arrive(self, attempt: PendingDelta) -> None:
         """End an attempt whose Δ has arrived."""
-        self.attempt, self.arrived_s = None, attempt.arrives_s
+        self.attempt, self.arrived_s = None, attempt.due_s
         self.micro_steps += attempt.micro_steps
 
     def stop(self, attempt: PendingDelta, at_s: Seconds, end_s: Seconds) -> None:

@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 
 from paceline.aggregation.state_codec import kind
 from paceline.checkpoint.base import TensorChunk
+from paceline.clock.hosts import NetworkState
 from paceline.core.data_order import BatchRange
 from paceline.core.typed_json import of_json
 from paceline.core.types import Clock, ReplicaId, Seconds, Version
 from paceline.engine.batch_dispatcher import NO_BATCHES
 from paceline.engine.run_context import RunContext
 from paceline.engine.run_state import ResumePoint, delta_chunks
-from paceline.engine.virtual.pending_delta import PendingDelta, TimelineState
+from paceline.engine.virtual.pending_delta import PendingDelta, Phase, TimelineState
 from paceline.replica.base import Measured, MicroStepNorms
 from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.replica.optimizer_state import whole_chunks
@@ -42,7 +43,9 @@ class AttemptState(NamedTuple):
     version: Version
     first_micro_step: Clock
     batches: BatchRange
-    arrives_s: Seconds
+    phase: Phase
+    due_s: Seconds
+    work_s: tuple[Seconds, Seconds]
     arrived: bool
     computed: bool
     loss: float | None
@@ -52,25 +55,35 @@ class AttemptState(NamedTuple):
     micro: MicroStepNorms | None
 
 
+class AttemptsState(NamedTuple):
+    """All attempts that have begun and were neither applied nor discarded."""
+
+    attempts: tuple[AttemptState, ...]
+    """In the order in which they began."""
+    queue: tuple[ReplicaId, ...]
+    """Replicas whose attempt has not arrived, in the order of the next events."""
+    timelines: tuple[TimelineState, ...]
+
+
 @dataclass(frozen=True)
 class VirtualState:
     """What a virtual run has under way that is no tensor."""
 
     now_s: Seconds
-    attempts: tuple[AttemptState, ...]
-    """In the order in which they began."""
-    timelines: tuple[TimelineState, ...]
+    attempts: AttemptsState
     observer: Mapping[str, Any]
     """Of the statistics that policies ask for."""
     noise: Mapping[str, Any] | None
     """Of the gradient noise scale."""
+    network: NetworkState | None
+    """Of links and hosts."""
 
     @classmethod
     def of(cls, context: RunContext) -> "VirtualState | None":
         """Return the state with which a run goes on; None: it begins, or it goes on with replicas that begin anew.
 
-        That is so after a run of another engine or policy, with other data or another number of replicas, and of users'
-        loops, which are called anew.
+        That is so after a run of another engine or policy, with other data, another number of replicas or of hosts, and
+        of users' loops, which are called anew.
         """
         resume = context.job.resume
         if resume is None or not resume.options or KEY not in resume.run.engine or context.job.loop is not None:
@@ -80,7 +93,9 @@ class VirtualState:
         if not (same and context.same_order) or tuple(context.positions) != run.coordinator.positions:
             return None
         state: VirtualState = of_json(cls, run.engine[KEY], "the checkpoint's state of virtual time")
-        return state
+        hosts = len(state.network.outgoing_s) if state.network is not None else 0
+        network = context.job.times.network if context.job.times is not None else None
+        return state if hosts == (network.hosts if network is not None else 0) else None
 
 
 def attempt_state(attempt: PendingDelta, *, arrived: bool) -> AttemptState:
@@ -92,7 +107,9 @@ def attempt_state(attempt: PendingDelta, *, arrived: bool) -> AttemptState:
         attempt.version,
         attempt.first_micro_step,
         attempt.batches,
-        attempt.arrives_s,
+        attempt.phase,
+        attempt.due_s,
+        attempt.work_s,
         arrived,
         attempt.measured is not None,
         measured.loss if math.isfinite(measured.loss) else None,
@@ -129,7 +146,7 @@ def restored_attempts(
     read: dict[Version, FlatState] = {}
     for state in states:
         attempt = PendingDelta(state.replica, state.clock, state.version, None, state.first_micro_step, state.batches)
-        attempt.arrives_s = state.arrives_s
+        attempt.phase, attempt.due_s, attempt.work_s = state.phase, state.due_s, state.work_s
         if state.computed:
             attempt.out = layout.new()
             checkpoint.read_into(delta_chunks(attempt.out, state.replica, state.clock))

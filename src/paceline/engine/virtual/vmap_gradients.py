@@ -18,9 +18,11 @@ from torch.func import vmap
 from torch.nn import functional as F
 
 from paceline.core.data_order import DataOrder
+from paceline.core.delta import Gradient
 from paceline.core.types import ReplicaId
 from paceline.engine.loop import nonfinite_error
-from paceline.engine.virtual.pending_delta import BatchAt, DeltaComputer, PendingDelta
+from paceline.engine.run_context import RunContext
+from paceline.engine.virtual.pending_delta import BatchAt, BatchSources, DeltaComputer, PendingDelta
 from paceline.program import LossFunction, Program, Tree, as_tensors
 from paceline.replica.base import Measured, Replica
 from paceline.replica.flat_state import FlatLayout, FlatState, finite, read
@@ -144,6 +146,27 @@ def _loss_of_each(loss: LossFunction, targets: Tree) -> Callable[[Tensor, Tensor
         return vmap(loss)
     by_sample = functools.partial(cast(Callable[..., Tensor], loss), reduction="none")
     return lambda output, target: by_sample(output.flatten(0, 1), target.flatten(0, 1)).view(len(output), -1).mean(1)
+
+
+def delta_computer(context: RunContext, module: nn.Module, layout: FlatLayout, sources: BatchSources) -> DeltaComputer:
+    """Return what computes the Δs of a run, several at a time where the rule of this file applies.
+
+    Args:
+        context: of the run.
+        module: the model, in which Δs are computed.
+        layout: of A.
+        sources: of batches that have no order, or that a DataLoader's workers read.
+    """
+    job, order = context.job, context.order
+    stop, build = job.on_nonfinite == "stop", functools.partial(context.replica, module=module, layout=layout)
+    if order is None or job.program.loader.get("num_workers"):
+        return DeltaComputer(build, sources.at, stop=stop)
+    batch_at = context.batches().at
+    if isinstance(context.delta, Gradient) and job.loop is None:
+        gradient = stacked_gradient(module, job.program, layout, order)
+        if gradient is not None:
+            return VmapComputer(gradient, order, build, batch_at, stop=stop)
+    return DeltaComputer(build, batch_at, stop=stop)
 
 
 def stacked_gradient(

@@ -13,10 +13,11 @@ from itertools import product
 from math import exp
 from typing import Any
 
+from paceline.clock.cluster_file import Links
 from paceline.planner.base import Arrangement, Cost, Numerics, OverlapModel, Recomputed
 from paceline.planner.calibration import row_shapes
 from paceline.planner.calibration.rows import PublishedRow
-from paceline.planner.cluster import Cluster, Described, Links
+from paceline.planner.cluster import Cluster, Described
 from paceline.planner.cost import cost
 from paceline.planner.shapes.gemm_time import DeviceEfficiency
 from paceline.planner.shapes.shape import Shape

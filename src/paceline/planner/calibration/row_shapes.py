@@ -13,10 +13,11 @@ from itertools import product
 from math import gcd, log2
 from typing import Literal
 
+from paceline.clock.cluster_file import Links
 from paceline.planner.base import Arrangement, Numerics, divisors
 from paceline.planner.calibration import rows
 from paceline.planner.calibration.rows import GIB, PublishedRow
-from paceline.planner.cluster import Cluster, Described, Device, Links
+from paceline.planner.cluster import Cluster, Described, Device
 from paceline.planner.devices import SHEETS, Sheet
 from paceline.planner.shapes.gemm_time import DeviceEfficiency
 from paceline.planner.shapes.shape import Shape, nearest_divisor

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from math import isqrt
 from typing import final
 
+from paceline.clock.cluster_file import Links
 from paceline.planner.base import Arrangement, Call, LayerCost, Workload
-from paceline.planner.cluster import Cluster, Described, Device, DeviceGroup, Links, Messages
+from paceline.planner.cluster import Cluster, Described, Device, DeviceGroup, Messages
 from paceline.planner.collective_times import GroupCollective, Knot, LatencyCurve, Measured
 from paceline.planner.program.profile import PipelinePart, Profile
 

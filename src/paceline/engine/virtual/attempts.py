@@ -1,0 +1,173 @@
+"""Attempts under way in virtual time: their events, each replica's timeline, and spans.
+
+::
+
+    without a network   |- pull -|-- compute --|- delay -|- push -|     one event, the arrival: all is known before
+    over a network      granted at 1, computing from 2 to 3, arriving until 4
+                        1- pull -2-- compute --|- delay -3- push -4     1, 3 and 4 are events: at 1 and 3 a message is
+                                                                        handed to the network, in order of time
+"""
+
+from collections.abc import Iterable
+from typing import final
+
+from paceline.clock.network import Traffic
+from paceline.clock.times import EventQueue
+from paceline.core.records import ReplicaPosition, WorkerFigures
+from paceline.core.types import Clock, ReplicaId, Seconds
+from paceline.engine.step_profile.forecast import ReplicaTiming, virtual_span
+from paceline.engine.virtual.durations import AttemptTimes, MeasuredDurations, SampledDurations
+from paceline.engine.virtual.pending_delta import PendingDelta, Phase, ReplicaTimeline
+from paceline.engine.virtual.saved_state import AttemptsState, attempt_state
+from paceline.trace.spans import Span
+
+
+@final
+class Attempts:
+    """Attempts of all replicas, from their grant to the end of their Δ.
+
+    Args:
+        positions: where each replica begins.
+        durations: of the parts of an attempt.
+        traffic: messages over a network; None: durations say how long they take.
+        timing: of a replica of several workers.
+        trace: whether spans are kept.
+    """
+
+    def __init__(
+        self,
+        positions: Iterable[ReplicaPosition],
+        durations: SampledDurations | MeasuredDurations,
+        traffic: Traffic | None,
+        timing: ReplicaTiming,
+        *,
+        trace: bool,
+    ) -> None:
+        self._durations, self._traffic, self._timing, self._trace = durations, traffic, timing, trace
+        self.timelines = [ReplicaTimeline(position) for position in positions]
+        self._events: EventQueue[PendingDelta] = EventQueue()
+        self.arrived: dict[tuple[ReplicaId, Clock], PendingDelta] = {}
+        """Those whose Δ has arrived, and was neither applied nor discarded."""
+        self.under_way: dict[PendingDelta, None] = {}
+        """Those, and the ones that have not arrived, in the order in which they began."""
+        self.spans: list[Span] = []
+
+    @property
+    def next_s(self) -> Seconds:
+        """Return when the next event happens; infinity where there is none."""
+        return self._events.next_s
+
+    def __bool__(self) -> bool:
+        """Return whether there is an event to come."""
+        return bool(len(self._events))
+
+    def begin(self, attempt: PendingDelta, now_s: Seconds, end_s: Seconds) -> None:
+        """Let a replica begin an attempt in a run that lasts until ``end_s``."""
+        times = self._durations.attempt(attempt.replica, attempt.micro_steps)
+        timeline = self.timelines[attempt.replica]
+        timeline.begin(attempt)
+        self.under_way[attempt] = None
+        if self._traffic is not None:
+            attempt.work_s = times.compute, times.delay
+            self._schedule(attempt, "granted", now_s)
+            return
+        self._work(attempt, times, now_s, now_s + times.pull, end_s)
+        self._schedule(attempt, "arriving", now_s + (times.pull + times.compute + times.delay + times.push))
+
+    def next(self, end_s: Seconds) -> PendingDelta | None:
+        """Take the next event; return the attempt whose Δ has arrived, or None if none has."""
+        attempt = self._events.pop()
+        if attempt.void:
+            return None
+        if attempt.phase == "arriving":
+            self.timelines[attempt.replica].arrive(attempt)
+            self.arrived[attempt.replica, attempt.clock] = attempt
+            return attempt
+        replica, now_s, traffic = attempt.replica, attempt.due_s, self._traffic
+        assert traffic is not None, "phases before the arrival are those of a network"
+        if attempt.phase == "granted":
+            from_s = traffic.pull(replica, now_s)
+            compute_s, delay_s = attempt.work_s
+            self._work(attempt, AttemptTimes(from_s - now_s, compute_s, delay_s, 0.0), now_s, from_s, end_s)
+            self._schedule(attempt, "computing", from_s + (compute_s + delay_s))
+        else:
+            self._schedule(attempt, "arriving", traffic.push(replica, now_s))
+            if self._trace:
+                self.spans.append(virtual_span(replica, "push", attempt.clock, now_s, attempt.due_s))
+        return None
+
+    def stop(self, replica: ReplicaId, now_s: Seconds, end_s: Seconds) -> PendingDelta | None:
+        """End the attempt of a replica, whose Δ will not arrive, and return it; None: it is at none."""
+        timeline = self.timelines[replica]
+        attempt = timeline.attempt
+        if attempt is not None:
+            attempt.void = True
+            del self.under_way[attempt]
+            timeline.stop(attempt, now_s, end_s)
+        return attempt
+
+    def take(self, replica: ReplicaId, clock: Clock) -> PendingDelta | None:
+        """Return an attempt whose Δ is to be applied or discarded; None: it was taken before."""
+        attempt = self.arrived.pop((replica, clock), None)
+        if attempt is not None:
+            del self.under_way[attempt]
+        return attempt
+
+    def figures(self, per_step: int) -> list[WorkerFigures]:
+        """Return the steps, of so many micro-steps, and the busy time of each replica."""
+        return [
+            WorkerFigures(replica, 0, 0, each.micro_steps // per_step, each.busy_s, None, None, None, None)
+            for replica, each in enumerate(self.timelines)
+        ]
+
+    def state(self, end_s: Seconds) -> AttemptsState:
+        """Return the state between two events of a run that lasts until ``end_s``."""
+        begun = (attempt_state(each, arrived=(each.replica, each.clock) in self.arrived) for each in self.under_way)
+        queue = (attempt.replica for attempt in self._events if not attempt.void)
+        return AttemptsState(tuple(begun), tuple(queue), tuple(each.state(end_s) for each in self.timelines))
+
+    def restore(self, state: AttemptsState, attempts: Iterable[tuple[PendingDelta, bool]]) -> None:
+        """Go on where a run stopped, with its attempts, and whether each has arrived."""
+        for replica, (timeline, saved) in enumerate(zip(self.timelines, state.timelines, strict=True)):
+            timeline.restore(saved)
+            self._durations.skip(replica, saved.clock, saved.micro_clock)
+        for attempt, arrived in attempts:
+            if arrived:
+                self.hold(attempt)
+            else:
+                self.under_way[attempt] = None
+                self.timelines[attempt.replica].attempt = attempt
+        for replica in state.queue:
+            waiting = self.timelines[replica].attempt
+            assert waiting is not None, "it is at one"
+            self._events.push(waiting.due_s, waiting)
+
+    def hold(self, attempt: PendingDelta) -> None:
+        """Add an attempt whose Δ had arrived before the run was resumed."""
+        self.under_way[attempt] = None
+        self.arrived[attempt.replica, attempt.clock] = attempt
+
+    def _schedule(self, attempt: PendingDelta, phase: Phase, due_s: Seconds) -> None:
+        attempt.phase, attempt.due_s = phase, due_s
+        self._events.push(due_s, attempt)
+
+    def _work(
+        self, attempt: PendingDelta, times: AttemptTimes, now_s: Seconds, from_s: Seconds, end_s: Seconds
+    ) -> None:
+        """Record an attempt that was granted at ``now_s`` and computes from ``from_s`` on."""
+        timeline = self.timelines[attempt.replica]
+        if self._trace:
+            self._record(attempt, times, timeline.arrived_s, now_s)
+        timeline.work_for(times.compute + times.delay, from_s, end_s)
+
+    def _record(self, attempt: PendingDelta, times: AttemptTimes, waited_from: Seconds | None, at: Seconds) -> None:
+        """Record the spans of a replica, and of its workers where it is a pipeline."""
+        spans = times.spans(attempt.replica, attempt.clock, waited_from, at)
+        if not self._timing.actions:
+            self.spans += spans
+            return
+        self.spans += [span for span in spans if span.action != "compute"]
+        alone, began = times.compute / attempt.micro_steps, at + times.pull
+        for i in range(attempt.micro_steps):
+            begins = began + i * alone
+            self.spans += self._timing.spans(attempt.replica, attempt.clock, begins, alone / self._timing.factor)
