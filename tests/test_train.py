@@ -94,7 +94,7 @@ def test_settings(engine: VirtualEngine, settings: dict[str, Any], match: str) -
         ("replicas=2 aggregation=synchronous:backups=2", "backups=2 leaves no replica to wait for"),
         (
             "replicas=2 compression=fp16",
-            "compression=fp16 is .* by engine='distributed' alone, not by engine=virtual",
+            "compression=fp16 is .* by engine='ray' or 'distributed' alone, not by engine=virtual",
         ),
         (
             "replicas=2 shard_optimizer=true",

@@ -34,10 +34,6 @@ def refused(match: str, strategy: str, engine: str = "local") -> None:
         check(programs.program(), strategy, engine=engine, steps=1)
 
 
-def test_an_engine_that_divides_no_operators() -> None:
-    refused("shards=2: engine=ray does not divide operators; write engine='local' or 'distributed'", "shards=2", "ray")
-
-
 @pytest.mark.parametrize(
     ("words", "match"),
     [

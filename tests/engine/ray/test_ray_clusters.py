@@ -86,6 +86,9 @@ def test_two_nodes(short: Path) -> None:
     [
         ("replicas=2 aggregation=hogwild", "hogwild writes memory that replicas share.*; write engine=local"),
         ("replicas=2 device=cuda", "device=cuda, but .* GPU.*; write device=cpu"),
+        ("replicas=2 stages=2 device=cuda", "stages of a replica communicate through the host's .*; write device=cpu"),
+        ("stages=2 schedule=pipedream", "by one version; write schedule=1f1b, or engine='local' or 'distributed'"),
+        ("replicas=2 shards=2 shard_optimizer=true", "by engine='local' or 'distributed' alone, not by engine=ray"),
     ],
 )
 def test_what_it_cannot_carry(strategy: str, match: str) -> None:
