@@ -25,7 +25,7 @@ from paceline import WorkerError, launch  # noqa: E402
 from paceline.engine.ray.engine import RayEngine  # noqa: E402
 from tests.engine import programs  # noqa: E402
 
-PATIENCE_S = 200.0
+PATIENCE_S = 350.0
 
 
 def lose(name: str) -> None:

@@ -276,7 +276,7 @@ def _lost_with(number: int, timeout_s: Seconds) -> Iterator[None]:
     """Context manager: what goes wrong with a connection means that the server behind it is lost."""
     try:
         yield
-    except TimeoutError:
-        raise ServerLostError(f"server {number} has not answered the first for {timeout_s:g} s") from None
     except (OSError, EOFError) as error:
+        if isinstance(error, TimeoutError) and error.errno is None:  # not the kernel's, which has lost the other host
+            raise ServerLostError(f"server {number} has not answered the first for {timeout_s:g} s") from error
         raise ServerLostError(f"server {number} died, and its slice of A with it: {error}") from error
