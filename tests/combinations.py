@@ -83,8 +83,8 @@ def policies() -> list[str]:
 
 
 def cells(engine: str, forms: Iterable[str] = tuple(FORMS)) -> list[Cell]:
-    """Of one engine."""
-    return [Cell(policy, form, engine) for policy in policies() for form in forms]
+    """Of one engine; those of one form in a row, for Ray has the same actors for them."""
+    return [Cell(policy, form, engine) for form in forms for policy in policies()]
 
 
 def tried(cell: Cell, engine: Any) -> str:
