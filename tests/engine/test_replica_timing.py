@@ -111,7 +111,7 @@ def test_the_swimlane_shows_the_stages() -> None:
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
 def test_streams_are_refused(schedule: str) -> None:
-    with pytest.raises(InputError, match=f"schedule={schedule} moves weights within a stream.*engine=local"):
+    with pytest.raises(InputError, match=f"schedule={schedule} moves weights within a stream.*engine='local'"):
         run(f"stages=2 schedule={schedule} micro_batches=1")
 
 
