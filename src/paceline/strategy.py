@@ -90,7 +90,7 @@ class Strategy:
         shard_optimizer: whether each worker keeps a part of the optimizer's state; None: if that saves time or memory.
         shard_parameters: whether each worker keeps a part of the parameters.
         servers: n, the processes that have a slice of A and of the optimizer's state each, on engines whose workers
-            share no memory; None: as many as hosts, as far as each has some MB.
+            share no memory, or in virtual time over a network; None: as many as hosts, as far as each has some MB.
         standby: copies of A and of all that its server knows, in a process of their own that takes over if the server's
             dies: 0 or 1.
 

@@ -94,7 +94,8 @@ def train(
             by default 20 points over the budget.
         delay: slows some replicas: ``"fraction=0.5 normal:mean=0,std=0.25"``, in seconds per gradient.
         times: durations in the virtual engine, in seconds: ``"compute=0.01 transfer=0 apply=0 gradient=0"``;
-            ``"measured"``: the measured times of a step's components on this host.
+            ``"measured"``: the measured times of a step's components on this host; ``"network=cluster.toml"``: a file's
+            hosts and links instead of ``transfer``, see docs/choosing-a-policy.md.
         trace: record spans.
         progress: show a live display; None: if stderr is a terminal.
         out: folder to save the run in; it must not exist.

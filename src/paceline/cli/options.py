@@ -53,7 +53,11 @@ class Shared:
     ] = None
     delay: Annotated[str | None, _pace(help='Slow workers down: "fraction=0.5 normal:mean=0,std=0.25"')] = None
     times: Annotated[
-        str | None, _pace(help='Virtual time in seconds: "compute=0.01 transfer=0 apply=0 gradient=0", or measured')
+        str | None,
+        _pace(
+            help='Virtual time in seconds: "compute=0.01 transfer=0 apply=0 gradient=0", or measured; '
+            "network=cluster.toml instead of transfer: hosts and links of a file."
+        ),
     ] = None
     noise_scale: Annotated[
         bool, _output("--noise-scale", help="Estimate the largest useful batch: noise scale, efficiency, goodput.")
