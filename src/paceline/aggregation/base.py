@@ -236,13 +236,14 @@ def parse(text: str) -> Aggregation[Any]:
     return policy
 
 
-def combined(arrivals: tuple[Arrival, ...], combine: Combine, rate: float = 1.0) -> Decision:
+def combined(deltas: Iterable[Arrival], combine: Combine, rate: float = 1.0) -> Decision:
     """Return the Apply of Δs under ``mean`` (samples / Σ samples) or ``sum`` (1 each); Discard if none has a sample.
 
     >>> a, b = Arrival(1, 0, 1, 32, 0.0), Arrival(0, 0, 1, 96, 0.0)
     >>> [(d.replica, w) for d, w in combined((a, b), "mean")[0].deltas]
     [(0, 0.75), (1, 0.25)]
     """
+    arrivals = tuple(deltas)
     if not arrivals:
         return ()
     if len(arrivals) == 1 and arrivals[0].samples:
@@ -329,7 +330,7 @@ class Buffer(NamedTuple):
         enough = len(self.waiting if hold else self.held) >= k if self.alive else bool(self.held)
         if not enough:
             return (self, ()) if hold else (self._replace(waiting=Chunked()), released(self.waiting))
-        update = combined(tuple(self.held), combine)
+        update = combined(self.held, combine)
         # Without a sample there was no update: the A that the others compute with is still the current one.
         late = sorted(self.alive.difference(self.waiting)) if cancel and updates(update) else []
         cancelled = (Cancel(tuple(late)),) if late else ()

@@ -26,6 +26,7 @@ from paceline.engine.ray.engine import RayEngine  # noqa: E402
 from tests.engine import programs  # noqa: E402
 
 PATIENCE_S = 350.0
+REPLICAS = 3
 
 
 def lose(name: str) -> None:
@@ -39,10 +40,10 @@ def lose(name: str) -> None:
 
 
 def loop(worker: Any, *, folder: Path) -> None:
-    """Replica 0 waits at its fifth step until the other host is lost."""
+    """Each replica waits at its fifth step until a host is lost, so that none is done before."""
     for made, batch in enumerate(worker.batches()):
-        if worker.replica == 0 and made == 4:
-            (folder / "there").touch()
+        if made == 4:
+            (folder / f"there-{worker.replica}").touch()
             while not (folder / "lost").exists():
                 time.sleep(0.05)  # the mark is all that it is told
         worker.step(batch)
@@ -68,7 +69,7 @@ def main(folder: str, strategy: str, options: str, lost: str) -> int:
         words = [sys.executable, __file__, "drive", folder, strategy, options]
         process = subprocess.Popen(in_host(names[0], *words), env=environment, cwd=ROOT)
         deadline = time.monotonic() + PATIENCE_S
-        while not Path(folder, "there").exists() and process.poll() is None and time.monotonic() < deadline:
+        while len([*Path(folder).glob("there-*")]) < REPLICAS and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)  # the mark is all that it is told
         if lost:
             lose(names[int(lost)])
