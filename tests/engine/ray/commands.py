@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.engine.ray import push_stream
+from paceline.engine.server import push_stream
 
 ENDLESS = """
 import functools, sys, torch

@@ -69,7 +69,9 @@ def main(folder: str, strategy: str, options: str, lost: str) -> int:
         words = [sys.executable, __file__, "drive", folder, strategy, options]
         process = subprocess.Popen(in_host(names[0], *words), env=environment, cwd=ROOT)
         deadline = time.monotonic() + PATIENCE_S
-        while len([*Path(folder).glob("there-*")]) < REPLICAS and process.poll() is None and time.monotonic() < deadline:
+        while (
+            len([*Path(folder).glob("there-*")]) < REPLICAS and process.poll() is None and time.monotonic() < deadline
+        ):
             time.sleep(0.05)  # the mark is all that it is told
         if lost:
             lose(names[int(lost)])

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from paceline.engine.ray.event_log import EventLog
+from paceline.engine.server.event_log import EventLog
 from tests.engine.local import moments
 
 MOMENTS = ("decided", "forwarded", "acknowledged")
@@ -46,7 +46,7 @@ def model(build: Callable[[], nn.Module], moment: str, number: int, mark: Path) 
 
     async def forwarded(log: Any, *args: Any) -> None:
         if moment == "forwarded" and len(sent) >= number:
-            log._standby.follow.remote(args[0], *(args[1] or args[2]))
+            log._standby.actor.follow.remote(args[0], *(args[1] or args[2]))
             die_once(mark)
         await forward(log, *args)
 

@@ -27,13 +27,13 @@ pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
 
 from paceline.checkpoint.base import TensorChunk
 from paceline.engine.own_states import OwnState
-from paceline.engine.ray import push_stream, server_link, wire
 from paceline.engine.ray.engine import RayEngine
-from paceline.engine.ray.executor import ALONE, RayExecutor
-from paceline.engine.ray.messages import END, Bytes, RayCompletion, RayGrant, Reply, arrays_of
-from paceline.engine.ray.push_buffers import PushBuffers
-from paceline.engine.ray.push_stream import PushListener, PushStream
-from paceline.engine.ray.wire import Listener, StreamAddress
+from paceline.engine.server import push_stream, server_link, wire
+from paceline.engine.server.executor import ALONE, ServerExecutor
+from paceline.engine.server.messages import END, Bytes, PushCompletion, Reply, ServerGrant, arrays_of
+from paceline.engine.server.push_buffers import PushBuffers
+from paceline.engine.server.push_stream import PushListener, PushStream
+from paceline.engine.server.wire import Listener, StreamAddress
 from paceline.replica.flat_slices import FlatSlice, slices_of
 
 OnRay = Callable[..., Run]
@@ -44,8 +44,8 @@ OWN_BYTES = 1 << 14
 """Most of what a replica keeps."""
 
 
-def completion(attempt: int) -> RayCompletion:
-    return RayCompletion(3, 1, attempt, 7, 32, True, 0.25, Figures(1, 2**40, 3, 4))
+def completion(attempt: int) -> PushCompletion:
+    return PushCompletion(3, 1, attempt, 7, 32, True, 0.25, Figures(1, 2**40, 3, 4))
 
 
 def whole(layout: FlatLayout) -> FlatSlice:
@@ -61,7 +61,7 @@ class Server:
 
     def __init__(self, layout: FlatLayout) -> None:
         self.loop = asyncio.new_event_loop()
-        self.pushed: list[tuple[RayCompletion, list[Bytes], bool]] = []
+        self.pushed: list[tuple[PushCompletion, list[Bytes], bool]] = []
         self.replies: list[Reply] = []
         self.pushes = PushListener(whole(layout), None, self._push, own_bytes=OWN_BYTES)
         self.listener = Listener("127.0.0.1", lambda connection, hello: self.pushes.serve(connection, hello["memory"]))
@@ -76,7 +76,7 @@ class Server:
     def do(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(PATIENCE_S)
 
-    async def _push(self, done: RayCompletion, refs: Sequence[Any], *arrays: Bytes, lent: bool) -> Reply:
+    async def _push(self, done: PushCompletion, refs: Sequence[Any], *arrays: Bytes, lent: bool) -> Reply:
         self.pushed.append((done, [array.copy() for array in arrays], lent))
         return self.replies.pop(0)
 
@@ -137,9 +137,9 @@ def test_what_is_sent_arrives_bit_for_bit(
     stream = stream_to(address, buffers)
     for attempt in (1, 2, 3):
         pushed, returned = fill(buffers.delta.vectors, attempt), fill(sent.vectors, 10 * attempt)
-        server.replies = [(RayGrant(attempt + 1, BatchRange(2, 2**40, 5), 8), arrays_of(sent))]
+        server.replies = [(ServerGrant(attempt + 1, BatchRange(2, 2**40, 5), 8), arrays_of(sent))]
         stream.push(completion(attempt), cancelled=False)
-        assert stream.receive() == RayGrant(attempt + 1, BatchRange(2, 2**40, 5), 8)
+        assert stream.receive() == ServerGrant(attempt + 1, BatchRange(2, 2**40, 5), 8)
         assert [a.tobytes() for a in buffers.sent_arrays] == [a.tobytes() for a in returned]
         done, arrays, lent = server.pushed.pop()
         assert (done, lent) == (completion(attempt), one_host)
@@ -160,7 +160,7 @@ def test_what_a_replica_keeps_comes_with_its_delta(server: Server, layout: FlatL
         for attempt in (1, 2, 3):
             pushed = fill(buffers.delta.vectors, attempt)
             size = buffers.leave(attempt, OwnState({"steps": attempt}, parts(x=values * attempt, none=values[:0])))
-            server.replies = [(RayGrant(attempt + 1, BatchRange(0, 0, 1), 8), arrays_of(layout.new()))]
+            server.replies = [(ServerGrant(attempt + 1, BatchRange(0, 0, 1), 8), arrays_of(layout.new()))]
             stream.push(completion(attempt)._replace(own_bytes=size), cancelled=False)
             stream.receive()
             _, (*arrays, own), _ = server.pushed.pop()
@@ -184,7 +184,7 @@ def test_a_replica_with_another_stream_is_answered_on_that_alone(
     """What the server has not answered on the first one it must not write into the replica's memory later."""
     release = asyncio.Event()
     first, second = (stream_to(server.address, buffers) for _ in range(2))
-    reply = RayGrant(2, BatchRange(0, 0, 1), 1), arrays_of(layout.new())
+    reply = ServerGrant(2, BatchRange(0, 0, 1), 1), arrays_of(layout.new())
     answered, took = server.pushes._push, threading.Event()
 
     async def waits(*args: Any, **named: Any) -> Reply:
@@ -333,7 +333,7 @@ def test_a_delta_that_waits_outlives_the_next_of_its_replica(on_ray: OnRay) -> N
 def test_a_delta_in_a_replicas_memory_is_copied_when_that_goes_on_and_not_before() -> None:
     """A save that may read it ends first."""
     job = Job(programs.program(), Strategy(replicas=2), Budget("steps", 4, 4.0))
-    executor, saves = RayExecutor(RunContext(job), ALONE), list[int]()
+    executor, saves = ServerExecutor(RunContext(job), ALONE), list[int]()
     executor.before_change = lambda: saves.append(1)
     for replica in range(2):
         executor.lent[replica] = 1

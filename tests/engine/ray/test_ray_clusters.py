@@ -15,9 +15,10 @@ import pytest
 from paceline import InputError, train
 from paceline.checkpoint import fingerprint
 from paceline.comm import liveness
-from paceline.engine.ray import actor_pool, cluster, messages
+from paceline.engine.ray import actor_pool, cluster
 from paceline.engine.ray.engine import RayEngine
 from paceline.engine.ray.replica import ReplicaActor
+from paceline.engine.server import messages
 from tests.engine import programs
 from tests.engine.local.commands import PATIENCE_S, eventually
 from tests.engine.ray.commands import ENDLESS, TWO_NODES, started

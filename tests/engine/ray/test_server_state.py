@@ -20,10 +20,10 @@ from tests.engine import programs
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
 
-from paceline.engine.ray import messages
 from paceline.engine.ray.engine import RayEngine
-from paceline.engine.ray.event_log import Batch, Follower
-from paceline.engine.ray.server_state import ServerState
+from paceline.engine.server import messages
+from paceline.engine.server.event_log import Batch, Follower
+from paceline.engine.server.server_state import ServerState
 
 POLICIES = [
     "synchronous",
@@ -104,7 +104,7 @@ class Driver:
             assert grant is not None
             assert grant[0] is not None
             loss = draw.random()
-            completion = messages.RayCompletion(
+            completion = messages.PushCompletion(
                 replica, record.incarnation, record.attempt, grant[0].version, 4, True, loss, FIGURES
             )
             self.take("arrived", completion, self.now, {"norm": loss, "loss": loss}, delta(state, self.made))
@@ -186,7 +186,7 @@ def test_a_delta_is_taken_once_and_only_of_the_present_actor() -> None:
     assert state.takes(1, 1, 1), "the same attempt again"
     assert state.assignment(0, 1) == messages.ReplicaAssignment(0, 1, 1, 0, 0)
     assert state.records[1].reply_after(0) is first, "the same A, by reference"
-    completion = messages.RayCompletion(1, 1, 1, 0, 4, True, 0.5, FIGURES)
+    completion = messages.PushCompletion(1, 1, 1, 0, 4, True, 0.5, FIGURES)
     state.arrived(completion, 1.0, {}, delta(state, 1))
     assert not state.takes(1, 1, 1), "it was taken"
     assert state.records[1].reply_after(1) is None, "it waits for the others"
@@ -195,7 +195,7 @@ def test_a_delta_is_taken_once_and_only_of_the_present_actor() -> None:
 
 def test_one_that_dies_while_it_waits_is_not_given_its_step_again() -> None:
     state = begun().state
-    state.arrived(messages.RayCompletion(1, 0, 1, 0, 4, True, 0.5, FIGURES), 1.0, {}, delta(state, 1))
+    state.arrived(messages.PushCompletion(1, 0, 1, 0, 4, True, 0.5, FIGURES), 1.0, {}, delta(state, 1))
     state.lost(1, "its process ended", 1.0, True)
     assert state.assignment(0, 1) == messages.ReplicaAssignment(0, 1, 1, 1, 1)
     assert state.records[1].reply_after(1) is None

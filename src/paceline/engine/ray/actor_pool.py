@@ -13,11 +13,9 @@ from paceline.checkpoint.fingerprint import versions
 from paceline.core.errors import InputError, WaitTimeoutError, WorkerError
 from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.base import Job
-from paceline.engine.ray import messages
+from paceline.engine.ray.actors import CONTROL, EvaluatorActor, ServerActor, WorkerLocation
 from paceline.engine.ray.cluster import missing_package
-from paceline.engine.ray.evaluation_actor import EvaluatorActor
 from paceline.engine.ray.replica import ReplicaActor
-from paceline.engine.ray.server_actor import ServerActor
 from paceline.engine.scaling import next_host
 
 # Time that a process that imports torch may take to start with others, in addition to timeout_s.
@@ -35,7 +33,7 @@ class ActorPool:
         """GPUs of each replica."""
         self._idle_only = True
         """Whether the evaluator uses only idle cores: nothing waits for an evaluation."""
-        self.locations: dict[Any, messages.WorkerLocation] = {}
+        self.locations: dict[Any, WorkerLocation] = {}
         """The process and the node of each actor."""
         self._nodes: dict[Any, str] = {}
         """The node that each replica was scheduled on."""
@@ -193,7 +191,7 @@ class ActorPool:
         # Which node has a free GPU is Ray's to find.
         strategy = "SPREAD" if self._gpus else NodeAffinitySchedulingStrategy(node, soft=False)
         options = {"num_cpus": 0, "num_gpus": self._gpus, "scheduling_strategy": strategy}
-        actor = ray.remote(**options, concurrency_groups={messages.CONTROL: 1})(ReplicaActor)
+        actor = ray.remote(**options, concurrency_groups={CONTROL: 1})(ReplicaActor)
         handle, *followers = [actor.remote() for _ in range(self._workers)]
         self._nodes[handle] = node
         if followers:

@@ -26,13 +26,14 @@ from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.base import Job, Outcome, Progress, Watcher
 from paceline.engine.checkpointing import tell
 from paceline.engine.loop import TICK_S, InterruptGuard
-from paceline.engine.ray import messages
 from paceline.engine.ray.actor_pool import GLANCE_S, ActorPool, exit_reason
+from paceline.engine.ray.actors import CONTROL, RayPeer, WorkerLocation
 from paceline.engine.ray.cluster import Cluster
-from paceline.engine.ray.replica_group import Gang
 from paceline.engine.ray.server_client import ServerClient
 from paceline.engine.run_context import first_state
 from paceline.engine.scaling import ScaleRequests, fitting, scaling_files
+from paceline.engine.server import messages
+from paceline.engine.server.replica_group import Gang
 from paceline.engine.worker_metrics import training_spans, update_workers_file, worker_figures, workers_file
 from paceline.replica.flat_state import write
 from paceline.trace.spans import Span
@@ -286,10 +287,10 @@ class RayRun:
 
     def _start_replica(self, part: messages.ReplicaAssignment, actor: Any) -> None:
         """Have an actor be a replica from now on, while the others train."""
-        self._server.call("replaced", part.replica, actor)
+        self._server.call("replaced", part.replica, RayPeer(actor))
         self._run_replica(part)
         for place, worker in zip(self._workers_of(part.replica), self._actors.workers(actor), strict=True):
-            located = worker.place.options(concurrency_group=messages.CONTROL).remote()
+            located = worker.place.options(concurrency_group=CONTROL).remote()
             self._places[located] = place, worker
 
     def _died(self, part: messages.ReplicaAssignment, status: str) -> None:
@@ -316,7 +317,7 @@ class RayRun:
     def _place(self, place: Coordinate, actor: Any, ref: Any) -> None:
         """Note where an actor runs that has taken another's place."""
         with contextlib.suppress(ray.exceptions.RayError):
-            location: messages.WorkerLocation = ray.get(ref)
+            location: WorkerLocation = ray.get(ref)
             self._actors.locations[actor] = location
             update_workers_file(self._job.out, place, location._asdict())
 

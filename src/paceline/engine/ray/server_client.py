@@ -23,9 +23,9 @@ from paceline.core.errors import PacelineError, WaitTimeoutError, WorkerError
 from paceline.core.records import Account
 from paceline.engine.base import Job
 from paceline.engine.checkpointing import LAST_SAVE_S, tell
-from paceline.engine.ray import messages
 from paceline.engine.ray.actor_pool import ActorPool, exit_reason, new_server
-from paceline.engine.ray.event_log import StandbyLostError
+from paceline.engine.ray.actors import CONTROL, RayPeer
+from paceline.engine.server.event_log import StandbyLostError
 from paceline.engine.worker_metrics import update_workers_file
 
 # New standbys that are started after one another before main gives up.
@@ -65,13 +65,15 @@ class ServerClient:
     def open(self, replicas: list[Any]) -> None:
         """Begin the run at the servers, and at the standby."""
         actors = self._actors
-        parts = self._number, self._job_parts, replicas, actors.scorer, actors.others
-        self._result(actors.server.open.remote(*parts))
+        standbys = [actors.standby] if self._job.strategy.standby else []
+        for prepared in [a.receive.remote(self._job_parts) for a in (actors.server, *actors.others, *standbys)]:
+            self._result(prepared)
+        scorer, peers, others = RayPeer(actors.scorer), [*map(RayPeer, replicas)], [*map(RayPeer, actors.others)]
+        self._result(actors.server.open.remote(self._number, peers, scorer, others))
         self.watches = [other.ask.remote("ended") for other in actors.others]
-        actors.scorer.open.remote(self._job_parts)
+        actors.scorer.receive.remote(self._job_parts)
         if self._job.strategy.standby:
-            self._result(actors.standby.prepare.remote(self._job_parts))
-            self._result(self.begin("attach", actors.standby))
+            self._result(self.begin("attach", RayPeer(actors.standby)))
             self.guarded = True
 
     def begin(self, method: str, *args: Any) -> Any:
@@ -121,11 +123,11 @@ class ServerClient:
         actors.server, actors.standby, self.guarded = actors.standby, None, False
         handles = actors.replicas[: self._job.strategy.replicas]  # of those that come and go, all that ever came
         try:
-            updates, _ = self._result(actors.server.take_over.remote(handles, actors.scorer))
+            updates, _ = self._result(actors.server.take_over.remote([*map(RayPeer, handles)], RayPeer(actors.scorer)))
         except PacelineError as lost:
             raise WorkerError(f"the server died ({reason}), and A with it: its standby failed: {lost}") from lost
         for handle in handles:
-            handle.turn_to.options(concurrency_group=messages.CONTROL).remote(self._number, actors.server)
+            handle.turn_to.options(concurrency_group=CONTROL).remote(self._number, actors.server)
         seconds = time.monotonic() - began
         self.told = 0
         self.taken_over.append(f"the server died ({reason}); its standby took over at update {updates}")
@@ -148,8 +150,8 @@ class ServerClient:
         try:
             if not self._coming_attached:
                 actors.locations[actor] = ray.get(ref)
-                actor.prepare.remote(self._job_parts)
-                self._coming, self._coming_attached = (actor, self.begin("attach", actor)), True
+                ray.get(actor.receive.remote(self._job_parts), timeout=self.patience_s)
+                self._coming, self._coming_attached = (actor, self.begin("attach", RayPeer(actor))), True
                 return
             ray.get(ref)
             actors.standby, self._coming, self.guarded = actor, None, True

@@ -1,21 +1,17 @@
-"""Messages between the actors and the driver, and tensors in Ray's object store."""
+"""Messages between servers, replicas and main, and tensors as the bytes that they are."""
 
 import contextlib
-import os
-import socket
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
-import ray
 import torch
 from numpy.typing import NDArray
 
-from paceline.checkpoint.fingerprint import differences, versions
 from paceline.comm.shared_pickle import object_of, parts_of
 from paceline.core.data_order import BatchRange
-from paceline.core.errors import InputError, PacelineError
+from paceline.core.errors import PacelineError
 from paceline.core.records import Account, Record
 from paceline.core.types import Clock, Nanoseconds, ReplicaId, Seconds, Version
 from paceline.engine.base import Progress
@@ -23,7 +19,7 @@ from paceline.engine.worker_metrics import Figures
 from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.trace.spans import Span
 
-# A tensor's bytes: numpy lacks some dtypes of torch, and Ray shares arrays without a copy.
+# A tensor's bytes: numpy lacks some dtypes of torch, and arrays are shared without a copy.
 Bytes: TypeAlias = NDArray[np.uint8]
 
 
@@ -55,54 +51,28 @@ def state_of(layout: FlatLayout, arrays: Sequence[Bytes]) -> FlatState:
     return FlatState(layout, vectors[: len(layout.parameters)], vectors[len(layout.parameters) :])
 
 
-# Concurrency group of the calls to a replica's actor while its loop runs.
-CONTROL = "control"
-
 Phase: TypeAlias = Literal["starting", "training", "scoring", "done"]
 
 
-class WorkerLocation(NamedTuple):
-    """Process and node of an actor."""
-
-    pid: int
-    node: str
-
-
-def refuse_other_versions(expected: Mapping[str, str]) -> None:
-    """Raise InputError where this node has other versions than the main process; Ray compares its own and Python's."""
-    if found := differences(versions(), expected, (f"node {socket.gethostname()} of the Ray cluster", "main")):
-        raise InputError(f"{found}; install the same version on all nodes")
-
-
-class Actor:
-    """Base of the actors."""
-
-    def place(self, expected: Mapping[str, str] | None = None) -> WorkerLocation:
-        """Return the location of this actor; refuse to be one where its node has other versions than ``expected``."""
-        if expected is not None:
-            refuse_other_versions(expected)
-        return WorkerLocation(os.getpid(), ray.get_runtime_context().get_node_id())
-
-
 class ReplicaAssignment(NamedTuple):
-    """The part of a replica's actor in a run."""
+    """The part of the process of a replica in a run."""
 
     run: int
     """Number of the run of its engine."""
     replica: ReplicaId
     incarnation: int
-    """How many actors were this replica before."""
+    """How many processes were this replica before."""
     attempt: Clock
-    """The newest attempt of the actors before this one that is complete; it is granted the next."""
+    """The newest attempt of the processes before this one that is complete; it is granted the next."""
     micro_steps: int
     """Micro-steps of these attempts since the run began or was resumed."""
     kept: Mapping[str, Any] | None = None
-    """What the workers of the actors before had chosen, where a replica has several."""
+    """What the workers before had chosen, where a replica has several."""
     token: str = ""
     """By which these workers find each other."""
 
 
-class RayGrant(NamedTuple):
+class ServerGrant(NamedTuple):
     """Permission for a replica to compute a Δ."""
 
     attempt: Clock
@@ -112,12 +82,12 @@ class RayGrant(NamedTuple):
 
 
 # A grant and the A for it; None: training has ended for this replica.
-Reply: TypeAlias = tuple[RayGrant | None, Sequence[Bytes]]
+Reply: TypeAlias = tuple[ServerGrant | None, Sequence[Bytes]]
 
 END: Reply = (None, [])
 
 
-class RayCompletion(NamedTuple):
+class PushCompletion(NamedTuple):
     """The end of one attempt."""
 
     replica: ReplicaId

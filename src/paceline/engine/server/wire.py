@@ -1,11 +1,11 @@
-"""TCP connections of a run: both ends prove to know its token, which Ray hands out; then bytes or JSON, no pickles.
+"""TCP connections of a run: both ends prove to know its token, which the engine hands out; bytes or JSON, no pickles.
 
 ::
 
     connects   ............ nonce, MAC ............ hello, as JSON ....
     listens    nonce ...................... MAC ........................
 
-Who listens does so at the address by which Ray knows its host.
+Who listens does so at the address by which the engine knows its host.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from paceline.comm.shm.rendezvous import host_id
 from paceline.core.errors import PacelineError
 from paceline.core.types import Seconds
-from paceline.engine.ray.run_control import BackgroundTasks
+from paceline.engine.server.run_control import BackgroundTasks
 
 # Time in which a connection is made, or is not.
 CONNECT_S: Seconds = 10.0
@@ -46,7 +46,7 @@ class StreamAddress(NamedTuple):
     host: str
     port: int
     token: bytes
-    """Known to those to whom Ray has told it."""
+    """Known to those to whom the engine has told it."""
     host_id: str
     """Equal for processes that can share memory with the server."""
 

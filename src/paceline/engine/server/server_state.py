@@ -1,7 +1,7 @@
 """The state of a run at its server: what follows from the job and the events so far, and from nothing else.
 
 The same events in the same order give the same state, bit for bit, in another process: that is how a standby of the
-server keeps up with it (:mod:`paceline.engine.ray.event_log`). So whatever is measured, the time or a statistic of
+server keeps up with it (:mod:`paceline.engine.server.event_log`). So whatever is measured, the time or a statistic of
 time, is part of an event, and no method here reads a clock.
 """
 
@@ -19,11 +19,11 @@ from paceline.engine.base import Job, Progress
 from paceline.engine.evaluation import EvaluationQueue
 from paceline.engine.loop import RunLoop
 from paceline.engine.own_states import keeps_own_state
-from paceline.engine.ray import messages
-from paceline.engine.ray.executor import ALONE, RayExecutor, ServerShare
 from paceline.engine.replacement import DeathCounter
 from paceline.engine.run_context import RunContext
 from paceline.engine.scaling import moves
+from paceline.engine.server import messages
+from paceline.engine.server.executor import ALONE, ServerExecutor, ServerShare
 from paceline.engine.worker_metrics import Figures, worker_figures
 
 # Methods of the state that are its events.
@@ -53,7 +53,7 @@ class ServerState:
         packed: messages.Bytes | None = None,
     ) -> None:
         self.context = context = RunContext(job)
-        self.executor = RayExecutor(context, share, restore=copied is None, packed=packed)
+        self.executor = ServerExecutor(context, share, restore=copied is None, packed=packed)
         state = self.executor.owner.state
         parks, self.members = job.on_death != "stop", set(range(replicas or context.replicas))
         self.loop = RunLoop(
@@ -67,7 +67,7 @@ class ServerState:
         self.seconds = self.loop.start_s
         """How long training has lasted, at its end."""
         self.starting: dict[ReplicaId, Seconds] = {}
-        """Replicas whose actors are started in the place of dead ones, or to join, and since when."""
+        """Replicas whose processes are started in the place of dead ones, or to join, and since when."""
         self.joining: set[ReplicaId] = set()
         """Those of them that the policy does not know."""
         self.notes: dict[str, str] = {}
@@ -109,7 +109,7 @@ class ServerState:
 
     def arrived(
         self,
-        completion: messages.RayCompletion,
+        completion: messages.PushCompletion,
         now: Seconds,
         observed: Mapping[str, float],
         arrays: Sequence[messages.Bytes],
@@ -144,7 +144,7 @@ class ServerState:
             self.coordinator.left(replica, "done")
 
     def scaled(self, replicas: int, now: Seconds) -> list[ReplicaId]:
-        """Let replicas leave, or join, so that there are so many; return those whose actors are to be started."""
+        """Let replicas leave, or join, so that there are so many; return those whose processes are to be started."""
         leaving, joining = moves(self.staying, replicas, len(self.records))
         for replica in leaving:
             self.coordinator.depart(replica)
@@ -161,7 +161,7 @@ class ServerState:
         return started
 
     def lost(self, replica: ReplicaId, status: str, now: Seconds, replaced: bool) -> None:
-        """Note that a replica's actor has died, and whether another makes its attempt anew, or the policy has P - 1.
+        """Note that a replica's process has died, and whether another makes its attempt anew, or the policy has P - 1.
 
         Raises:
             WorkerError: it has died too often at this step.
@@ -218,14 +218,14 @@ class ServerState:
         return self.records[replica].attempt - (replica in self.coordinator.computing)
 
     def assignment(self, run: int, replica: ReplicaId) -> messages.ReplicaAssignment:
-        """Return the part of the actor that is to be this replica from now on."""
+        """Return the part of the process that is to be this replica from now on."""
         first = self.coordinator.positions[replica].clock - self.context.positions[replica].clock
         incarnation = self.records[replica].incarnation
         kept = self.records[replica].kept
         return messages.ReplicaAssignment(run, replica, incarnation, self.completed(replica), first, kept)
 
     def takes(self, replica: ReplicaId, incarnation: int, attempt: int) -> bool:
-        """Return whether a Δ is awaited: it is of the present actor, and was not taken before."""
+        """Return whether a Δ is awaited: it is of the present process, and was not taken before."""
         record, coordinator = self.records[replica], self.coordinator
         awaited = replica in coordinator.present and replica in coordinator.computing
         return awaited and (incarnation, attempt) == (record.incarnation, record.attempt)

@@ -5,19 +5,17 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-import ray
-
 from paceline.core.errors import PacelineError
 from paceline.core.types import Clock, ReplicaId
 from paceline.engine.base import Job
-from paceline.engine.ray import messages
-from paceline.engine.ray.executor import ServerShare
-from paceline.engine.ray.other_servers import OBSERVE, PACK, FirstServerLink, event_of_json
-from paceline.engine.ray.push_stream import PushListener
-from paceline.engine.ray.replies import Replies
-from paceline.engine.ray.run_control import BackgroundTasks
-from paceline.engine.ray.server_state import ServerState
-from paceline.engine.ray.wire import Listener, StreamAddress
+from paceline.engine.server import messages
+from paceline.engine.server.executor import ServerShare
+from paceline.engine.server.other_servers import OBSERVE, PACK, FirstServerLink, event_of_json
+from paceline.engine.server.push_stream import PushListener
+from paceline.engine.server.replies import Replies
+from paceline.engine.server.run_control import BackgroundTasks
+from paceline.engine.server.server_state import ServerState
+from paceline.engine.server.wire import Listener, StreamAddress
 
 
 class SliceRun:
@@ -29,10 +27,11 @@ class SliceRun:
         number: of this one; the first is 0.
         replicas: that take part at first; None: all.
         packed: the slice, where the run goes on with a checkpoint.
+        address: of the interface that it listens at.
     """
 
     def __init__(
-        self, job: Job, servers: int, number: int, replicas: int | None, packed: messages.Bytes | None
+        self, job: Job, servers: int, number: int, replicas: int | None, packed: messages.Bytes | None, address: str
     ) -> None:
         self._first = FirstServerLink(job.timeout_s, self._take)
         share = ServerShare(servers, number, self._first.summed)
@@ -40,7 +39,7 @@ class SliceRun:
         self._replies = Replies(state, _at_once)
         executor = state.executor
         self._pushes = PushListener.of(state.context, executor.part, self.push, executor.allocate)
-        self._listener = Listener(ray.util.get_node_ip_address(), self._serve)
+        self._listener = Listener(address, self._serve)
         self._staged: dict[ReplicaId, tuple[Clock, Sequence[messages.Bytes], bool]] = {}
         """Slices of Δs that the first server has not decided on: attempt, arrays, whether the replica lends them."""
         self._taken = 0
@@ -68,7 +67,7 @@ class SliceRun:
         return await self._replies.after(replica, incarnation, attempt)
 
     async def push(
-        self, completion: messages.RayCompletion, refs: Sequence[Any], *arrays: messages.Bytes, lent: bool = False
+        self, completion: messages.PushCompletion, refs: Sequence[Any], *arrays: messages.Bytes, lent: bool = False
     ) -> messages.Reply:
         """Keep the slice of a Δ until the first server decides on it; return the next grant, once there is one."""
         del refs
@@ -143,7 +142,7 @@ class SliceRun:
         """Have the state take an event."""
         state = self._state
         if event == "arrived":
-            completion: messages.RayCompletion = args[0]
+            completion: messages.PushCompletion = args[0]
             attempt, arrays, lent = self._staged.pop(completion.replica)
             if attempt != completion.attempt:
                 raise PacelineError(f"attempt {completion.attempt} was decided on, but {attempt} is here")

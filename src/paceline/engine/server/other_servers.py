@@ -6,9 +6,9 @@
     first        take its slice ......... all have theirs: event | decide, apply ............ answer
     others       take theirs, tell it ......................... | decide, apply ............. answer
 
-All of them have the same state of the run (:mod:`paceline.engine.ray.server_state`) but for the tensors, and take the
-same events in the same order; so all decide alike, and each version of A exists as a whole. The first sends an event
-before it takes it itself: what an update needs of all slices, the norm of the gradient, they sum up meanwhile.
+All of them have the same state of the run (:mod:`paceline.engine.server.server_state`) but for the tensors, and take
+the same events in the same order; so all decide alike, and each version of A exists as a whole. The first sends an
+event before it takes it itself: what an update needs of all slices, the norm of the gradient, they sum up meanwhile.
 """
 
 import asyncio
@@ -24,11 +24,12 @@ import numpy as np
 from paceline.core.errors import PacelineError
 from paceline.core.typed_json import of_json, to_json
 from paceline.core.types import Clock, ReplicaId, Seconds
-from paceline.engine.ray import wire
-from paceline.engine.ray.messages import Bytes, state_of
-from paceline.engine.ray.run_control import BackgroundTasks, ServerLostError
-from paceline.engine.ray.server_state import EVENTS, ServerState
-from paceline.engine.ray.wire import StreamAddress
+from paceline.engine.server import wire
+from paceline.engine.server.messages import Bytes, state_of
+from paceline.engine.server.peer import Peer
+from paceline.engine.server.run_control import BackgroundTasks, ServerLostError
+from paceline.engine.server.server_state import EVENTS, ServerState
+from paceline.engine.server.wire import StreamAddress
 from paceline.replica.flat_slices import FlatSlice, joined
 from paceline.replica.flat_state import FlatState
 
@@ -50,12 +51,12 @@ class OtherServers:
     """The first server's ends; without others, everything here is done at once.
 
     Args:
-        actors: the other servers.
+        others: the other servers.
         timeout_s: longest wait for one of them.
     """
 
-    def __init__(self, actors: Sequence[Any], timeout_s: Seconds) -> None:
-        self._actors, self._timeout_s = actors, timeout_s
+    def __init__(self, others: Sequence[Peer], timeout_s: Seconds) -> None:
+        self._others, self._timeout_s = others, timeout_s
         self.lost: Callable[[ServerLostError], None] = lambda _: None
         """Called when one of them is no more."""
         self._events: list[socket.socket] = []
@@ -72,8 +73,8 @@ class OtherServers:
         Raises:
             ServerLostError: one can't be reached.
         """
-        for number, actor in enumerate(self._actors, 1):
-            address: StreamAddress | None = await actor.ask.remote("stream")
+        for number, other in enumerate(self._others, 1):
+            address: StreamAddress | None = await other.call("ask", "stream")
             try:
                 if address is None:
                     raise OSError("it can't listen")
@@ -130,7 +131,7 @@ class OtherServers:
         return found
 
     async def staged(self, replica: ReplicaId, incarnation: int, attempt: Clock) -> None:
-        """Wait until each server has its slice of a Δ, or the replica is another actor."""
+        """Wait until each server has its slice of a Δ, or the replica is another process."""
         newest = incarnation, attempt
 
         def there() -> bool:
@@ -141,7 +142,7 @@ class OtherServers:
                 await self._changed.wait_for(there)
 
     async def replaced(self, replica: ReplicaId, incarnation: int) -> None:
-        """Wait for no Δ of earlier actors of a replica."""
+        """Wait for no Δ of earlier processes of a replica."""
         for staged in self._staged:
             staged[replica] = max(staged.get(replica, (0, 0)), (incarnation, 0))
         async with self._changed:
@@ -155,7 +156,7 @@ class OtherServers:
             state: the slice of this server.
             slices: of all.
         """
-        if not self._actors:
+        if not self._others:
             return state
         arrays = await self._ask(method, self._sent)
         others = (state_of(part.layout, own) for part, own in zip(slices[1:], arrays, strict=True))
@@ -167,7 +168,7 @@ class OtherServers:
 
     async def _ask(self, method: str, *args: Any) -> list[Any]:
         """Call a method of all of them and return the results."""
-        calls = [actor.ask.remote(method, *args) for actor in self._actors]
+        calls = [other.call("ask", method, *args) for other in self._others]
         results = await asyncio.gather(*calls, return_exceptions=True)
         for number, result in enumerate(results, 1):
             if isinstance(result, BaseException):

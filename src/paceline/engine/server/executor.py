@@ -1,7 +1,7 @@
-"""Executes the coordinator's decisions on Ray: updates A, discards Δs, answers replicas.
+"""Executes the coordinator's decisions at a server: updates A, discards Δs, answers replicas.
 
 An update writes its A into other vectors than those that were sent, or handed in for evaluation, as long as anything
-refers to them: streams, the object store and other actors read them without a copy.
+refers to them: streams, the object store and other processes read them without a copy.
 """
 
 import time
@@ -19,9 +19,9 @@ from paceline.core.data_order import BatchRange
 from paceline.core.types import Clock, ReplicaId, Seconds, Version
 from paceline.engine.checkpointing import Snapshot
 from paceline.engine.own_states import KEY, OwnState
-from paceline.engine.ray.messages import END, Bytes, RayGrant, Reply, arrays_of, state_of
 from paceline.engine.run_context import RunContext, first_state
 from paceline.engine.run_state import delta_prefix
+from paceline.engine.server.messages import END, Bytes, Reply, ServerGrant, arrays_of, state_of
 from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer, Summed, server_slices
 from paceline.engine.worker_metrics import Figures, SpanLog
 from paceline.replica.flat_state import FlatState
@@ -30,7 +30,7 @@ from paceline.trace.spans import SERVER
 
 
 class ReplicaRecord:
-    """Newest grant and figures of one replica; several actors in a row may be that replica, an incarnation each.
+    """Newest grant and figures of one replica; several processes in a row may be that replica, an incarnation each.
 
     Args:
         attempt: the newest before the run was resumed; 0: the run begins.
@@ -40,18 +40,18 @@ class ReplicaRecord:
         self.attempt = attempt
         """The newest grant."""
         self.incarnation = 0
-        """Number of the present actor; what earlier ones still send is rejected."""
+        """Number of the present process; what earlier ones still send is rejected."""
         self.ready = self.finished = self.dead = False
-        """Whether its model is built; its loop has ended; it has died, and no other actor replaces it."""
+        """Whether its model is built; its loop has ended; it has died, and no other process replaces it."""
         self.excused_s: Seconds = 0.0
         """End of its last announced delay."""
         self.kept: Mapping[str, Any] | None = None
         """What its workers have chosen, which others that take their place need; None: it is one worker."""
         self.figures = self._before = Figures(0, 0, 0, 0)
-        """Figures of all actors that were this replica, and of those before the present one."""
+        """Figures of all processes that were this replica, and of those before the present one."""
         self.step_times: Sequence[Seconds] = ()
         self._newest: Reply | None = None
-        """The newest grant with its A, or the end; kept for an actor that has to be given it again."""
+        """The newest grant with its A, or the end; kept for a process that has to be given it again."""
 
     def reply(self, reply: Reply) -> None:
         """Answer the replica's call, or its next one."""
@@ -64,7 +64,7 @@ class ReplicaRecord:
         return None
 
     def measured(self, figures: Figures) -> None:
-        """Add the figures so far of the present actor to those of the actors before it."""
+        """Add the figures so far of the present process to those of the processes before it."""
         steps, busy_ns, payload_bytes, peak = self._before
         self.figures = Figures(
             steps + figures.steps,
@@ -74,13 +74,13 @@ class ReplicaRecord:
         )
 
     def lost(self) -> None:
-        """Note that the actor has died; the next one is another incarnation."""
+        """Note that the process has died; the next one is another incarnation."""
         self._before = self.figures
         self.incarnation += 1
         self.ready, self.excused_s = False, 0.0
 
     def joins(self, attempt: Clock) -> None:
-        """Note that an actor is started that begins after all attempts under this number, complete or not."""
+        """Note that a process is started that begins after all attempts under this number, complete or not."""
         self.lost()
         self.attempt, self._newest = attempt, None
         self.finished = self.dead = False
@@ -115,7 +115,7 @@ class ServerShare:
 ALONE = ServerShare()
 
 
-class RayExecutor:
+class ServerExecutor:
     """Holds A and the undecided Δs of a run, or a slice of all of these, and executes its coordinator's decisions.
 
     Args:
@@ -185,7 +185,7 @@ class RayExecutor:
         """Return what another server has of the checkpoint with which the run goes on, if there is one."""
         if self._context.job.resume is None:
             return None
-        return RayExecutor(self._context, ServerShare(len(self.slices), number)).packed()
+        return ServerExecutor(self._context, ServerShare(len(self.slices), number)).packed()
 
     def _chunks(self) -> list[TensorChunk]:
         held = (self.owner.chunks_of(delta, delta_prefix(*name)) for name, delta in self.undecided.items())
@@ -238,7 +238,7 @@ class RayExecutor:
         record.attempt += 1
         if self.sent is None or self.sent[0] != self.version:
             self.sent = self.version, arrays_of(self.owner.state)
-        record.reply((RayGrant(record.attempt, batches, self.version), self.sent[1]))
+        record.reply((ServerGrant(record.attempt, batches, self.version), self.sent[1]))
         self.replied(replica)
 
     def apply(self, action: Apply) -> None:

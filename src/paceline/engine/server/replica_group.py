@@ -1,4 +1,4 @@
-"""A replica of several workers on Ray: an actor for each of them, all on one host.
+"""A replica of several workers that pushes to servers: a process for each of them, all on one host.
 
 ::
 
@@ -25,13 +25,13 @@ from paceline.core.mesh import Coordinate
 from paceline.core.types import Seconds, Version
 from paceline.engine.base import Job
 from paceline.engine.own_states import OwnState, own_bytes
-from paceline.engine.ray import messages
-from paceline.engine.ray.delta_codec import DeltaCodec
-from paceline.engine.ray.messages import ReplicaAssignment
-from paceline.engine.ray.push_buffers import PushBuffers
-from paceline.engine.ray.replica_client import CancelFlag, RayClient
-from paceline.engine.ray.server_link import ServerLinks
 from paceline.engine.run_context import RunContext, set_threads_and_seed
+from paceline.engine.server import messages
+from paceline.engine.server.delta_codec import DeltaCodec
+from paceline.engine.server.messages import ReplicaAssignment
+from paceline.engine.server.push_buffers import PushBuffers
+from paceline.engine.server.push_client import CancelFlag, PushClient
+from paceline.engine.server.server_link import ServerLinks
 from paceline.engine.server_optimizer import server_slices
 from paceline.engine.spmd.group_member import open_member
 from paceline.engine.spmd.replica_group import CommandPipe, EndCommand, Leave, send_all
@@ -190,7 +190,7 @@ def lead(gang: Gang, assignment: ReplicaAssignment, links: ServerLinks, cancel: 
         attempt = max(assignment.attempt, context.positions[replica].attempt)
         slices = server_slices(context, member.layout, links.count)
         codecs = [DeltaCodec.of(context, part) for part in slices]
-        client = RayClient(links, slices, codecs, assignment, attempt, buffers, cancel, sink, job.timeout_s)
+        client = PushClient(links, slices, codecs, assignment, attempt, buffers, cancel, sink, job.timeout_s)
         closing.callback(client.close)
         own = member.own if own_bytes(context, member.layout) else None
         if own is not None:

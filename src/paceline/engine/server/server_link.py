@@ -1,8 +1,8 @@
 """The calls of one replica to the servers of its run, or to the standby that has taken over from the only one.
 
-A push goes by a stream (:mod:`paceline.engine.ray.push_stream`) as long as one can be made, everything else by calls of
-the actor. Either is made again of the standby where the server is lost; a server takes no Δ twice. Of several servers
-each is sent its slice of Δ and answers with its slice of A, all of one version; the first is asked everything else.
+A push goes by a stream (:mod:`paceline.engine.server.push_stream`) as long as one can be made, everything else by
+calls. Either is made again of the standby where the server is lost; a server takes no Δ twice. Of several servers each
+is sent its slice of Δ and answers with its slice of A, all of one version; the first is asked everything else.
 """
 
 import contextlib
@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import ray
-
 from paceline.core.types import Seconds
-from paceline.engine.ray import messages
-from paceline.engine.ray.delta_codec import DeltaCodec
-from paceline.engine.ray.push_buffers import PushBuffers
-from paceline.engine.ray.push_stream import PushStream
-from paceline.engine.ray.wire import StreamAddress
+from paceline.engine.server import messages
+from paceline.engine.server.delta_codec import DeltaCodec
+from paceline.engine.server.peer import Peer, PeerLostError
+from paceline.engine.server.push_buffers import PushBuffers
+from paceline.engine.server.push_stream import PushStream
+from paceline.engine.server.wire import StreamAddress
 from paceline.replica.flat_slices import FlatSlice
 
 # Streams to one server that a replica tries to make before it pushes by calls alone.
@@ -33,22 +32,28 @@ class ServerLink:
 
     Args:
         run: number of the run.
-        server: the actor.
+        server: whom to call.
         patience_s: longest wait for a standby to take over, where there is one; 0: there is none.
     """
 
-    def __init__(self, run: int, server: Any, patience_s: Seconds) -> None:
+    def __init__(self, run: int, server: Peer | None, patience_s: Seconds) -> None:
         self._run, self.server, self._patience_s = run, server, patience_s
         self._changed = threading.Condition()
         self._stream: PushStream | None = None
         self._tries = MOST_STREAMS
 
     @property
+    def reached(self) -> Peer:
+        """Return the server."""
+        assert self.server is not None, "no server was named"
+        return self.server
+
+    @property
     def has_standby(self) -> bool:
         """Return whether a standby may take over."""
         return self._patience_s > 0
 
-    def turn_to(self, run: int, server: Any) -> None:
+    def turn_to(self, run: int, server: Peer | None) -> None:
         """Call another server from now on; called by another thread, for another run in vain."""
         if run == self._run:
             with self._changed:
@@ -89,12 +94,12 @@ class ServerLink:
         """Call a method of the server's run and return the result."""
         return self.begin(method, *args).result()
 
-    def after(self, server: Any, error: Exception) -> Any:
+    def after(self, server: Peer, error: Exception) -> Peer:
         """Return the server that has taken over from one that was lost; raise the error if none has in time."""
         with self._changed:
             if not self._changed.wait_for(lambda: self.server is not server, self._patience_s):
                 raise error
-            return self.server
+            return self.reached
 
 
 class PendingCall:
@@ -102,19 +107,19 @@ class PendingCall:
 
     def __init__(self, link: ServerLink, method: str, args: tuple[Any, ...]) -> None:
         self._link, self._method, self._args = link, method, args
-        self._server = link.server
-        self._reply = self._server.ask.remote(method, *args)
+        self._server = link.reached
+        self._reply = self._server.begin("ask", method, *args)
 
     def result(self) -> Any:
         """Wait for the result."""
         while True:
             try:
-                return ray.get(self._reply)
-            except ray.exceptions.RayActorError as error:
+                return self._reply.result()
+            except PeerLostError as error:
                 if not self._link.has_standby:
                     raise
                 self._server = self._link.after(self._server, error)
-                self._reply = self._server.ask.remote(self._method, *self._args)
+                self._reply = self._server.begin("ask", self._method, *self._args)
 
 
 class PendingPush:
@@ -133,7 +138,7 @@ class PendingPush:
         self,
         link: ServerLink,
         part: FlatSlice,
-        completion: messages.RayCompletion,
+        completion: messages.PushCompletion,
         buffers: PushBuffers,
         encoded: Sequence[messages.Bytes],
         *,
@@ -161,8 +166,8 @@ class PendingPush:
         """Push; return that by which the grant will come."""
         arrays = [] if self._cancelled else self._part.cut_bytes(self._buffers.arrays(self._completion))
         if self._link.has_standby and any(array.nbytes > INLINE_BYTES for array in arrays):
-            refs = [ray.put(array) for array in arrays]  # once to the object store, for the server and its standby
-            return self._link.begin("push", self._completion, refs, *refs)
+            refs = self._link.reached.put(arrays)  # once, for the server and its standby
+            return self._link.begin("push", self._completion, refs, *(refs or arrays))
         while (stream := self._link.stream(self._buffers, self._part)) is not None:
             try:
                 stream.push(self._completion, self._encoded, cancelled=self._cancelled)
@@ -177,11 +182,11 @@ class ServerLinks:
 
     Args:
         run: number of the run.
-        servers: their actors, the first one's first.
+        servers: the first one first.
         patience_s: as of :class:`ServerLink`.
     """
 
-    def __init__(self, run: int, servers: Sequence[Any], patience_s: Seconds) -> None:
+    def __init__(self, run: int, servers: Sequence[Peer], patience_s: Seconds) -> None:
         self._each = [ServerLink(run, server, patience_s) for server in servers]
         self.first = self._each[0]
         """To the server that decides."""
@@ -192,7 +197,7 @@ class ServerLinks:
         self,
         slices: Sequence[FlatSlice],
         codecs: Sequence[DeltaCodec | None],
-        completion: messages.RayCompletion,
+        completion: messages.PushCompletion,
         buffers: PushBuffers,
         *,
         cancelled: bool,

@@ -9,7 +9,7 @@ from paceline.comm.shm.rendezvous import SegmentAddress, address_of, create_segm
 from paceline.core.errors import PacelineError
 from paceline.core.types import Clock
 from paceline.engine.own_states import OwnBuffers, OwnState
-from paceline.engine.ray.messages import Bytes, RayCompletion, arrays_of
+from paceline.engine.server.messages import Bytes, PushCompletion, arrays_of
 from paceline.replica.flat_state import FlatLayout, FlatState
 
 
@@ -61,7 +61,7 @@ class PushBuffers:
         self.delta_arrays, self.sent_arrays = arrays_of(self.delta), arrays_of(self.sent)
         self._own = OwnBuffers(self._segment, own_begin, own_bytes)
 
-    def arrays(self, completion: RayCompletion) -> list[Bytes]:
+    def arrays(self, completion: PushCompletion) -> list[Bytes]:
         """Return Δ, and, if it is told of, what the replica keeps after this attempt."""
         attempt, size = completion.attempt, completion.own_bytes
         own = [np.frombuffer(self._own.view(attempt % 2, size), np.uint8)] if size else []

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from paceline.compression import Compression, parse
 from paceline.core.errors import PacelineError
-from paceline.engine.ray.messages import Bytes
 from paceline.engine.run_context import RunContext
+from paceline.engine.server.messages import Bytes
 from paceline.replica.flat_slices import FlatSlice
 from paceline.replica.flat_state import FlatState
 

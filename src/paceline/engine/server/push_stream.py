@@ -1,14 +1,14 @@
-"""A TCP stream from each replica to each server of its run, on which a push and its reply travel without Ray.
+"""A TCP stream from each replica to each server of its run, on which a push and its reply travel.
 
 ::
 
     replica   connect .................. where Δ and A are ............ completion, Δ ........................ read A
-    server    listen, as Ray names it .. whether it shares memory ..... decide, apply .............. grant, A
+    server    listen .................. whether it shares memory ..... decide, apply .............. grant, A
 
-A push through Ray costs some milliseconds, whatever its size, and the object store copies each array once more. So
-Ray hands out the address and a token for the run (:mod:`paceline.engine.ray.wire`); then vectors are sent as the bytes
-that they are, of each vector the server's slice. On one host not even they are sent: the server maps the memory in
-which the replica writes Δ and reads A. Where no stream can be made, a push is a call of the actor.
+A push by a call of Ray costs some milliseconds, whatever its size, and its object store copies each array once more. So
+a call hands out the address and a token for the run (:mod:`paceline.engine.server.wire`); then vectors are sent as the
+bytes that they are, of each vector the server's slice. On one host not even they are sent: the server maps the memory
+in which the replica writes Δ and reads A. Where no stream can be made, a push is a call of the server.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ import numpy as np
 from paceline.comm.shm.rendezvous import SegmentAddress, host_id
 from paceline.core.data_order import BatchRange
 from paceline.core.errors import PacelineError
-from paceline.engine.ray import wire
-from paceline.engine.ray.delta_codec import DeltaCodec
-from paceline.engine.ray.messages import Bytes, RayCompletion, RayGrant, Reply, arrays_of
-from paceline.engine.ray.push_buffers import PushBuffers
-from paceline.engine.ray.wire import StreamAddress
 from paceline.engine.run_context import RunContext
+from paceline.engine.server import wire
+from paceline.engine.server.delta_codec import DeltaCodec
+from paceline.engine.server.messages import Bytes, PushCompletion, Reply, ServerGrant, arrays_of
+from paceline.engine.server.push_buffers import PushBuffers
+from paceline.engine.server.wire import StreamAddress
 from paceline.engine.worker_metrics import Figures
 from paceline.replica.flat_slices import FlatSlice
 from paceline.replica.flat_state import Allocate
@@ -102,7 +102,7 @@ class PushListener:
 
     async def _serve_push(self, connection: socket.socket, shared: PushBuffers | None) -> None:
         *fields, follows = _COMPLETION.unpack(await wire.received(connection, _COMPLETION.size))
-        completion = RayCompletion._make((*fields[:7], Figures._make(fields[7:-1]), fields[-1]))
+        completion = PushCompletion._make((*fields[:7], Figures._make(fields[7:-1]), fields[-1]))
         if not 0 <= completion.own_bytes <= self._own_bytes:
             raise EOFError("it keeps more than any replica does")
         self._supersede(completion.replica, completion.incarnation)
@@ -125,14 +125,14 @@ class PushListener:
             self._codec.decode(messages, delta)
         return arrays
 
-    def _supersede(self, *actor: int) -> None:
-        """Let this task alone serve an actor: one that has made another stream is answered on that."""
+    def _supersede(self, *process: int) -> None:
+        """Let this task alone serve a process: one that has made another stream is answered on that."""
         task = asyncio.current_task()
         assert task is not None, "coroutines run in tasks"
-        before = self._serving.get(actor)
+        before = self._serving.get(process)
         if before is not None and before is not task:
             before.cancel()
-        self._serving[actor] = task
+        self._serving[process] = task
 
     async def _reply(self, connection: socket.socket, reply: Reply, shared: PushBuffers | None) -> None:
         loop, (grant, arrays) = asyncio.get_running_loop(), reply
@@ -176,7 +176,7 @@ class PushStream:
             self._socket.close()
             raise
 
-    def push(self, completion: RayCompletion, messages: Sequence[Bytes] = (), *, cancelled: bool) -> None:
+    def push(self, completion: PushCompletion, messages: Sequence[Bytes] = (), *, cancelled: bool) -> None:
         """Send the end of an attempt, and Δ, with what the replica keeps, unless it was cancelled.
 
         Args:
@@ -191,14 +191,14 @@ class PushStream:
         header = _COMPLETION.pack(*fields, *figures, own_bytes, not cancelled)
         wire.send_all(self._socket, [memoryview(header), *(array.data for array in arrays)])
 
-    def receive(self) -> RayGrant | None:
+    def receive(self) -> ServerGrant | None:
         """Wait for the next grant, whose A is in the buffers; return None once training has ended for this replica."""
         goes_on, attempt, stream, first, size, version = _GRANT.unpack(wire.read(self._socket, _GRANT.size))
         if not goes_on:
             return None
         for array in () if self._shared else self._sent:
             wire.read_into(self._socket, array.data)
-        return RayGrant(attempt, BatchRange(stream, first, size), version)
+        return ServerGrant(attempt, BatchRange(stream, first, size), version)
 
     def break_off(self) -> None:
         """Have whoever sends or waits, in another thread, be told that it has broken."""

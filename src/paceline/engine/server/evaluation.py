@@ -1,27 +1,26 @@
-"""Evaluation in an actor: the server's side, which awaits one record after the other, and the actor."""
+"""Evaluation in another process: the server's side, which awaits one record after the other, and the other end."""
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
-
-import ray
+from collections.abc import Awaitable, Callable
 
 from paceline.core.errors import SCORER, WorkerError, encode_failure, failure_text
 from paceline.core.records import Record
 from paceline.engine.base import Job
 from paceline.engine.evaluation import EvaluationQueue, Evaluator, SnapshotInfo, become_evaluator
-from paceline.engine.ray.messages import Actor, Bytes, arrays_of, state_of, unpack
+from paceline.engine.server.messages import Bytes, arrays_of, state_of
+from paceline.engine.server.peer import Peer, PeerError
 from paceline.replica.flat_state import FlatLayout, FlatState
 
 
-class RayEvaluation:
-    """The queue of snapshots and the task that has them evaluated; if the actor is lost, the server evaluates the rest.
+class ServerEvaluation:
+    """The queue of snapshots and the task that has them evaluated; if the other process is lost, the server
+    evaluates the rest, as it does all where there is no other process.
 
     Args:
         job: of the run.
         queue: of snapshots.
-        scorer: the actor.
+        scorer: has an :class:`EvaluatorHost`; None: there is none.
         keep: takes the record of the first snapshot of the queue, and removes it there.
         fail: takes what was raised.
         whole: returns all of an A of which the queue has a slice.
@@ -31,13 +30,13 @@ class RayEvaluation:
         self,
         job: Job,
         queue: EvaluationQueue,
-        scorer: Any,
+        scorer: Peer | None,
         keep: Callable[[Record], None],
         fail: Callable[[BaseException], None],
         whole: Callable[[FlatState], Awaitable[FlatState]],
     ) -> None:
         self._timeout_s, self.queue, self._scorer, self._keep, self._fail = job.timeout_s, queue, scorer, keep, fail
-        self._whole, self._lost = whole, False
+        self._whole = whole
         self.task: asyncio.Task[None] | None = None
         """Evaluates what is queued; None: nothing was."""
         self.evaluated = asyncio.Event()
@@ -55,12 +54,12 @@ class RayEvaluation:
                 part, info = snapshots[0]
                 state = await self._whole(part)
                 answer: Record | bytes | None = None
-                if not self._lost:
+                if self._scorer is not None:
                     try:
-                        score: Awaitable[Record | bytes] = self._scorer.score.remote(info, *arrays_of(state))
+                        score: Awaitable[Record | bytes] = self._scorer.call("score", info, *arrays_of(state))
                         answer = await asyncio.wait_for(score, self._timeout_s)
-                    except (ray.exceptions.RayError, TimeoutError):
-                        self._lost = True
+                    except (PeerError, TimeoutError):
+                        self._scorer = None
                 if isinstance(answer, bytes):
                     raise WorkerError(failure_text(json.loads(answer)))
                 if answer is None:  # in a thread: the server goes on taking Δs meanwhile
@@ -73,7 +72,7 @@ class RayEvaluation:
             self.evaluated.set()
 
 
-class EvaluatorActor(Actor):
+class EvaluatorHost:
     """Evaluates the snapshots of one run after the other.
 
     Args:
@@ -85,9 +84,9 @@ class EvaluatorActor(Actor):
         self._job: Job | None = None
         self._evaluator: tuple[FlatLayout, Evaluator] | None = None
 
-    def open(self, parts: Sequence[Bytes]) -> None:
+    def prepare(self, job: Job) -> None:
         """Begin a run."""
-        self._job, self._evaluator = unpack(parts), None
+        self._job, self._evaluator = job, None
 
     def close(self) -> None:
         """End the run."""

@@ -1,4 +1,4 @@
-"""The parameter client of one replica on Ray."""
+"""The parameter client of one replica that pushes to servers."""
 
 import threading
 import time
@@ -7,11 +7,11 @@ from typing import final
 
 from paceline.core.types import Clock, Seconds, Version
 from paceline.engine.own_states import OwnState
-from paceline.engine.ray import messages
-from paceline.engine.ray.delta_codec import DeltaCodec
-from paceline.engine.ray.messages import ReplicaAssignment
-from paceline.engine.ray.push_buffers import PushBuffers
-from paceline.engine.ray.server_link import PendingPush, ServerLinks
+from paceline.engine.server import messages
+from paceline.engine.server.delta_codec import DeltaCodec
+from paceline.engine.server.messages import ReplicaAssignment
+from paceline.engine.server.push_buffers import PushBuffers
+from paceline.engine.server.server_link import PendingPush, ServerLinks
 from paceline.engine.worker import GrantedClient, InMemorySink
 from paceline.replica.base import Measured
 from paceline.replica.flat_slices import FlatSlice
@@ -43,7 +43,7 @@ class CancelFlag:
 
 
 @final
-class RayClient(GrantedClient):
+class PushClient(GrantedClient):
     """The client of one replica: each push is answered with the next grant and its A.
 
     Args:
@@ -143,7 +143,7 @@ class RayClient(GrantedClient):
         (replica, incarnation), version = self._replica, self._version
         left = self._keep() if measured.finite and not cancelled else None
         size = self._buffers.leave(self.attempt, left) if left is not None else 0
-        completion = messages.RayCompletion(replica, incarnation, self.attempt, version, *facts, size)
+        completion = messages.PushCompletion(replica, incarnation, self.attempt, version, *facts, size)
         self._pending = self._links.push_all(self._slices, self._codecs, completion, self._buffers, cancelled=cancelled)
 
     def go_on(self, keep: Callable[[], OwnState | None]) -> OwnState | None:

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 
 from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.base import Job
-from paceline.engine.ray.messages import Suspect
-from paceline.engine.ray.server_state import ServerState
 from paceline.engine.replica_pace import ReplicaPace
+from paceline.engine.server.messages import Suspect
+from paceline.engine.server.server_state import ServerState
 
-# How long an actor's process may take to start, on top of timeout_s.
+# How long a process may take to start, on top of timeout_s.
 START_S: Seconds = 60.0
 
 

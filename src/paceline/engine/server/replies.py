@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from paceline.core.types import Clock, ReplicaId
-from paceline.engine.ray.messages import END, Reply
-from paceline.engine.ray.server_state import ServerState
+from paceline.engine.server.messages import END, Reply
+from paceline.engine.server.server_state import ServerState
 
 
 class Replies:
@@ -22,7 +22,7 @@ class Replies:
         state.executor.replied = self.wake
 
     def wake(self, replica: ReplicaId) -> None:
-        """Have a replica be answered, if its reply is there now, or it is another actor."""
+        """Have a replica be answered, if its reply is there now, or it is another process."""
         self._replied[replica].set()
 
     async def after(self, replica: ReplicaId, incarnation: int, attempt: Clock) -> Reply:

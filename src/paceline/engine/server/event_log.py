@@ -10,7 +10,8 @@ Nobody is told what follows from an event before the standby has it. So whatever
 not is asked again, of the standby. A standby that has taken over accepts no event any more, so that a server that was
 only stopped can tell nobody anything.
 
-Ray does not keep the order of an asynchronous actor's calls, so batches are numbered.
+Calls need not come in the order in which they were made (Ray's don't, of an asynchronous actor), so batches are
+numbered.
 """
 
 import asyncio
@@ -18,14 +19,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import ray
-
 from paceline.core.errors import PacelineError
 from paceline.core.types import Seconds
-from paceline.engine.ray.messages import Bytes
-from paceline.engine.ray.run_control import BackgroundTasks
-from paceline.engine.ray.server_state import ServerState
 from paceline.engine.replica_pace import SILENT_STEPS
+from paceline.engine.server.messages import Bytes
+from paceline.engine.server.peer import Peer, PeerError, ReferencesLostError
+from paceline.engine.server.run_control import BackgroundTasks
+from paceline.engine.server.server_state import ServerState
 
 
 class Batch(NamedTuple):
@@ -57,7 +57,7 @@ class EventLog:
         self._run, self._state, self._broken, self._suspect_after_s = run, state, broken, suspect_after_s
         self._longest_s: Seconds = 0.0
         """Longest time that an acknowledgement has taken."""
-        self._standby: Any = None
+        self._standby: Peer | None = None
         self._events: list[tuple[str, tuple[Any, ...]]] = []
         self._delta: tuple[Sequence[Any], Sequence[Bytes]] = (), ()
         self._sent = 0
@@ -121,7 +121,7 @@ class EventLog:
         if for_main and self.guarded and self.lost:
             raise StandbyLostError(self.lost)
 
-    async def attach(self, standby: Any) -> None:
+    async def attach(self, standby: Peer) -> None:
         """Send a standby a copy of the state, and all events from now on; return once it has caught up.
 
         Raises:
@@ -130,7 +130,7 @@ class EventLog:
         self._standby, self.lost = standby, ""
         self._sent = self._acknowledged = 0
         self._early.clear()
-        self._tasks.start(self._install(standby.install.remote(self._run, self._state.copy())))
+        self._tasks.start(self._install(standby.call("install", self._run, self._state.copy())))
         self._sent = 1
         async with self._moved:
             await self._moved.wait_for(lambda: bool(self.lost) or self._acknowledged == self._sent)
@@ -148,27 +148,25 @@ class EventLog:
     async def _install(self, installed: Any) -> None:
         try:
             await installed
-        except ray.exceptions.RayError as error:
+        except PeerError as error:
             await self._lose(str(error).strip().splitlines()[0])
         else:
             await self._acknowledge(1)
 
     async def _forward(self, batch: Batch, refs: Sequence[Any], arrays: Sequence[Bytes]) -> None:
         standby, began, bound = self._standby, time.monotonic(), None
+        assert standby is not None, "a batch is of an attached standby"
         if self.guarded:  # before that it waits for its copy
             bound = max(self._suspect_after_s, SILENT_STEPS * self._longest_s)
         try:
             try:
-                await asyncio.wait_for(standby.follow.remote(batch, *(refs or arrays)), bound)
-            except ray.exceptions.RayError as error:
-                if not isinstance(getattr(error, "cause", error), ray.exceptions.ObjectLostError):
-                    raise
-                # The references are those of a replica that has died; its arrays are here.
-                await standby.follow.remote(batch, *arrays)
+                await asyncio.wait_for(standby.call("follow", batch, *(refs or arrays)), bound)
+            except ReferencesLostError:  # they are those of a replica that has died; its arrays are here
+                await standby.call("follow", batch, *arrays)
         except TimeoutError:
             if standby is self._standby:
                 await self._lose(f"it has acknowledged nothing for {bound:.1f} s")
-        except ray.exceptions.RayError as error:
+        except PeerError as error:
             if standby is self._standby:
                 await self._lose(str(error).strip().splitlines()[0])
         else:

@@ -1,4 +1,4 @@
-"""The run that the server's actor serves: takes what replicas push, checks the budget, times out late replicas.
+"""The run that the server serves: takes what replicas push, checks the budget, times out late replicas.
 
 ::
 
@@ -28,25 +28,24 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ray
-
 from paceline.core.records import Record
 from paceline.core.types import Clock, Nanoseconds, ReplicaId, Seconds
 from paceline.engine.base import Job
 from paceline.engine.checkpointing import Checkpointer, Snapshot
 from paceline.engine.loop import TICK_S
 from paceline.engine.own_states import own_bytes
-from paceline.engine.ray import messages
-from paceline.engine.ray.evaluation_actor import RayEvaluation
-from paceline.engine.ray.event_log import EventLog
-from paceline.engine.ray.late_replicas import LateReplicas
-from paceline.engine.ray.other_servers import OBSERVE, OtherServers
-from paceline.engine.ray.push_stream import PushListener
-from paceline.engine.ray.replies import Replies
-from paceline.engine.ray.run_control import BackgroundTasks, RunControl, wait_for
-from paceline.engine.ray.server_state import ServerState
-from paceline.engine.ray.wire import Listener, StreamAddress
 from paceline.engine.run_context import threads
+from paceline.engine.server import messages
+from paceline.engine.server.evaluation import ServerEvaluation
+from paceline.engine.server.event_log import EventLog
+from paceline.engine.server.late_replicas import LateReplicas
+from paceline.engine.server.other_servers import OBSERVE, OtherServers
+from paceline.engine.server.peer import Peer
+from paceline.engine.server.push_stream import PushListener
+from paceline.engine.server.replies import Replies
+from paceline.engine.server.run_control import BackgroundTasks, RunControl, wait_for
+from paceline.engine.server.server_state import ServerState
+from paceline.engine.server.wire import Listener, StreamAddress
 from paceline.engine.worker_metrics import Figures
 
 
@@ -57,9 +56,10 @@ class ServerRun:
         job: what is run.
         number: of the run.
         state: of the run; where a standby takes over, that of the server before it.
-        replicas: actors of its replicas; fewer where Ctrl-C came while they started.
-        scorer: the evaluator's actor.
+        replicas: of the run; fewer where Ctrl-C came while they started.
+        scorer: the evaluator; None: there is none.
         others: the other servers, each of which has a slice of A.
+        address: of the interface that it listens at.
     """
 
     def __init__(
@@ -67,13 +67,14 @@ class ServerRun:
         job: Job,
         number: int,
         state: ServerState,
-        replicas: Sequence[Any],
-        scorer: Any,
+        replicas: Sequence[Peer],
+        scorer: Peer | None,
         others: OtherServers,
+        address: str,
     ) -> None:
         self._job, self._number, self._state, self._others = job, number, state, others
         self._loop, self._coordinator = state.loop, state.coordinator
-        self._actors = [*replicas, *[None] * (len(state.records) - len(replicas))]
+        self._replicas: list[Peer | None] = [*replicas, *[None] * (len(state.records) - len(replicas))]
         self._run = run = RunControl(state.loop.start_s, state.began)
         self._log = EventLog(number, state, run.changed.set, job.suspect_after_s)
         self._sentences: list[str] = []
@@ -82,9 +83,9 @@ class ServerRun:
         state.executor.before_change = self._checkpointer.settle
         executor, most = state.executor, own_bytes(state.context, state.executor.part.whole)
         pushes = PushListener.of(state.context, executor.part, self.push, executor.allocate, most)
-        self._listener = Listener(ray.util.get_node_ip_address(), lambda c, hello: pushes.serve(c, hello["memory"]))
+        self._listener = Listener(address, lambda c, hello: pushes.serve(c, hello["memory"]))
         whole = lambda state: others.joined("snapshot", state, executor.slices)  # noqa: E731
-        self._evaluation = RayEvaluation(job, state.queue, scorer, self._keep, run.fail, whole)
+        self._evaluation = ServerEvaluation(job, state.queue, scorer, self._keep, run.fail, whole)
         self._late = LateReplicas(job, state)
         self._replies = Replies(state, self._log.settled)
         self._end_saved = False
@@ -126,7 +127,7 @@ class ServerRun:
         return self._listener.address()
 
     async def own_state(self, replica: ReplicaId, incarnation: int, attempt: Clock) -> messages.Bytes | None:
-        """Return what a replica kept after an attempt of this run or the one before, for the actor that goes on."""
+        """Return what a replica kept after an attempt of this run or the one before, for the process that goes on."""
         await self._log.settled()
         state = self._state
         return state.executor.kept(replica, attempt) if incarnation == state.records[replica].incarnation else None
@@ -136,7 +137,7 @@ class ServerRun:
         return await self._replies.after(replica, incarnation, attempt)
 
     async def push(
-        self, completion: messages.RayCompletion, refs: Sequence[Any], *arrays: messages.Bytes, lent: bool = False
+        self, completion: messages.PushCompletion, refs: Sequence[Any], *arrays: messages.Bytes, lent: bool = False
     ) -> messages.Reply:
         """Take a Δ, or without arrays the end of a cancelled attempt; return the next grant, once there is one.
 
@@ -199,7 +200,7 @@ class ServerRun:
         await self.begin()
 
     async def lost(self, replica: ReplicaId, incarnation: int, reason: str) -> messages.ReplicaAssignment | None:
-        """Note that a replica has died; return the part of the actor that is to replace it, if one is."""
+        """Note that a replica has died; return the part of the process that is to replace it, if one is."""
         run, state = self._run, self._state
         run.wake.set()
         if incarnation == state.records[replica].incarnation:
@@ -213,7 +214,7 @@ class ServerRun:
         return state.assignment(self._number, replica) if replica in state.starting and not run.over else None
 
     async def scale(self, replicas: int) -> list[messages.ReplicaAssignment]:
-        """Let replicas leave, or join, so that there are so many; return the parts of the actors to be started."""
+        """Let replicas leave, or join, so that there are so many; return the parts of the processes to be started."""
         run, state, started = self._run, self._state, list[ReplicaId]()
         if state.phase == "training" and not run.over:
             with run.guarded():
@@ -225,12 +226,12 @@ class ServerRun:
         """Return how many replicas take part, or will, and are not to leave."""
         return len(self._state.staying)
 
-    async def replaced(self, replica: ReplicaId, actor: Any) -> None:
-        """Call this actor from now on in place of one that has died."""
-        self._actors[replica] = actor
+    async def replaced(self, replica: ReplicaId, process: Peer) -> None:
+        """Call this process from now on in place of one that has died."""
+        self._replicas[replica] = process
 
-    async def attach(self, standby: Any) -> None:
-        """Have this actor follow from now on; return once it has all that this one has."""
+    async def attach(self, standby: Peer) -> None:
+        """Have this process follow from now on; return once it has all that this one has."""
         await self._log.attach(standby)
 
     async def release(self) -> None:
@@ -293,7 +294,7 @@ class ServerRun:
 
     def _take(
         self,
-        completion: messages.RayCompletion,
+        completion: messages.PushCompletion,
         refs: Sequence[Any],
         arrays: Sequence[messages.Bytes],
         *,
@@ -327,14 +328,14 @@ class ServerRun:
 
     def _cancel(self, replica: ReplicaId, attempt: float | None = None) -> None:
         """Have a replica stop its attempt, or, by infinity, its training, once that may be told."""
-        actor, attempt = self._actors[replica], attempt or self._state.records[replica].attempt
+        process, attempt = self._replicas[replica], attempt or self._state.records[replica].attempt
 
-        async def cancel() -> None:
+        async def cancel(process: Peer) -> None:
             await self._log.settled()
-            actor.cancel.options(concurrency_group=messages.CONTROL).remote(self._number, attempt)
+            process.tell("cancel", self._number, attempt)
 
-        if actor is not None:
-            self._tasks.start(cancel())
+        if process is not None:
+            self._tasks.start(cancel(process))
 
     def _keep(self, record: Record) -> None:
         self._change("evaluated", record)
@@ -379,7 +380,7 @@ class ServerRun:
         seconds = min(self._run.now(), self._loop.end_s)
         self._save_end()
         self._change("finish", seconds, self._run.failure is None)
-        for replica in range(len(self._actors)):
+        for replica in range(len(self._replicas)):
             self._cancel(replica, math.inf)
 
     def _snapshot(self) -> Snapshot:

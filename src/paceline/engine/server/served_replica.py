@@ -1,0 +1,49 @@
+"""The loop of a replica of one worker that pushes to servers."""
+
+import functools
+from contextlib import ExitStack
+
+from paceline.engine.base import Job
+from paceline.engine.own_states import OwnState, own_bytes
+from paceline.engine.run_context import RunContext, set_threads_and_seed
+from paceline.engine.server.delta_codec import DeltaCodec
+from paceline.engine.server.messages import Ended, ReplicaAssignment
+from paceline.engine.server.push_buffers import PushBuffers
+from paceline.engine.server.push_client import CancelFlag, PushClient
+from paceline.engine.server.server_link import ServerLinks
+from paceline.engine.server_optimizer import server_slices
+from paceline.engine.worker import ClientWorker, InMemorySink, InstrumentedReplica, WorkerMetrics, check_in_forward
+from paceline.engine.worker_metrics import SpanLog
+from paceline.replica.flat_state import FlatLayout
+from paceline.replica.local_sgd import LocalSGD
+
+
+def run_replica(job: Job, assignment: ReplicaAssignment, links: ServerLinks, cancel: CancelFlag) -> Ended:
+    """Run the loop, and return once training has ended."""
+    context, replica = RunContext(job), assignment.replica
+    set_threads_and_seed(job, replica)
+    module, sink = job.program.build(), InMemorySink()
+    with ExitStack() as closing:
+        spans = SpanLog(job.trace, replica)
+        closing.callback(spans.close)
+        layout = FlatLayout.of(module, job.running_buffers)
+        attempt, most = max(assignment.attempt, context.positions[replica].attempt), own_bytes(context, layout)
+        buffers = PushBuffers(layout, own_bytes=most)
+        slices = server_slices(context, layout, links.count)
+        codecs = [DeltaCodec.of(context, part) for part in slices]
+        client = PushClient(links, slices, codecs, assignment, attempt, buffers, cancel, sink, job.timeout_s)
+        closing.callback(client.close)
+        pushed = sum(codec.nbytes for codec in codecs if codec is not None) or layout.parameter_bytes
+        metrics = WorkerMetrics(sink, replica, spans.recorder, layout.parameter_bytes + pushed, context.per_step)
+        check_in_forward(module, client)
+        inner = context.replica(replica, module, layout, spans.recorder)
+        measured = InstrumentedReplica(inner, metrics, client, layout.parameter_bytes)
+        worker = ClientWorker(context, replica, measured, client, metrics, assignment.micro_steps)
+        if most and isinstance(inner, LocalSGD):
+            kept = client.go_on(functools.partial(OwnState.of, inner))
+            if kept is not None:
+                kept.restore(inner, layout)
+        links.first.call("ready", replica, assignment.incarnation)
+        worker.run(job.loop)
+        links.first.call("done", replica, assignment.incarnation, sink.newest, list(sink.step_times))
+        return Ended(None, spans.read())

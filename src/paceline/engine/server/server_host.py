@@ -1,0 +1,99 @@
+"""What hosts a server, or its standby, which may become the server, in whatever process."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.engine.base import Job
+from paceline.engine.server import messages
+from paceline.engine.server.event_log import Batch, Follower
+from paceline.engine.server.executor import ServerShare
+from paceline.engine.server.other_servers import OtherServers
+from paceline.engine.server.peer import Peer
+from paceline.engine.server.server_run import ServerRun
+from paceline.engine.server.server_state import ServerState
+from paceline.engine.server.slice_run import SliceRun
+
+
+class ServerHost:
+    """A server or its standby, in one run after the other; its methods are those that others call.
+
+    Args:
+        address: of the interface that it listens at.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._job: Job | None = None
+        self._run: ServerRun | SliceRun | None = None
+        self._follower: Follower | None = None
+        self._installed = asyncio.Event()
+        """Set once the copy is there."""
+
+    def prepare(self, job: Job) -> None:
+        """Begin a run of this job; the part that is had in it follows: a server's, or a standby's."""
+        self._job, self._follower = job, None
+        self._installed = asyncio.Event()
+
+    async def open(
+        self, number: int, replicas: Sequence[Peer], scorer: Peer | None, others: Sequence[Peer] = ()
+    ) -> None:
+        """Begin to serve the run.
+
+        Args:
+            number: of the run.
+            replicas: those that take part at first.
+            scorer: the evaluator; None: the server evaluates by itself.
+            others: the other servers, which are prepared; each has a slice of A.
+        """
+        job = self._prepared
+        first = len(replicas) if job.strategy.elastic else None
+        servers = OtherServers(others, job.timeout_s)
+        state = ServerState(job, replicas=first, share=ServerShare(1 + len(others), 0, servers.summed))
+        for place, other in enumerate(others, 1):
+            await other.call("open_slice", 1 + len(others), place, first, state.executor.packed_slice(place))
+        await servers.connect()
+        self._run = ServerRun(job, number, state, replicas, scorer, servers, self._address)
+
+    async def open_slice(self, servers: int, number: int, replicas: int | None, packed: messages.Bytes | None) -> None:
+        """Begin to have a slice of A in the run; arguments as of :class:`SliceRun`."""
+        self._run = SliceRun(self._prepared, servers, number, replicas, packed, self._address)
+
+    @property
+    def _prepared(self) -> Job:
+        assert self._job is not None, "no job was prepared"
+        return self._job
+
+    async def ask(self, method: str, *args: Any) -> Any:
+        """Call a method of the run."""
+        assert self._run is not None, f"{method}: no run is open"
+        return await getattr(self._run, method)(*args)
+
+    async def install(self, number: int, copied: Sequence[messages.Bytes]) -> None:
+        """Take a copy of the server's state."""
+        self._follower = Follower(number, ServerState(self._prepared, copied))
+        self._installed.set()
+
+    async def follow(self, batch: Batch, *arrays: messages.Bytes) -> None:
+        """Take events of the server."""
+        await self._installed.wait()  # this may come before install
+        assert self._follower is not None, "the run has ended"
+        self._follower.follow(batch, arrays)
+
+    async def take_over(self, replicas: Sequence[Peer], scorer: Peer) -> tuple[int, int]:
+        """Become the server; return the numbers of updates and of Δs."""
+        job = self._prepared
+        assert self._follower is not None, "no copy has come"
+        state, alone = self._follower.promote(), OtherServers((), job.timeout_s)
+        self._run = run = ServerRun(job, self._follower.run, state, replicas, scorer, alone, self._address)
+        run.take_over()
+        return state.counts()
+
+    async def close(self) -> None:
+        """End the run."""
+        if self._run is not None:
+            self._run.close()
+        elif self._follower is not None:
+            self._follower.state.executor.spans.close()
+        self._run = self._follower = self._job = None
+        self._installed.set()  # nobody waits for a copy any more
