@@ -42,7 +42,8 @@ ENGINE_FEATURES: Mapping[str, frozenset[Feature]] = {
     "ray": frozenset(
         {"asynchronous", "stages", "shards", "cuda", "compression", "on_death", "servers", "standby", "elastic"}
     ),
-    "distributed": _PARALLEL | {"compression", "shard_optimizer", "shard_parameters", "on_death", "no-server"},
+    "distributed": _PARALLEL
+    | {"asynchronous", "compression", "shard_optimizer", "shard_parameters", "on_death", "servers", "no-server"},
 }
 
 

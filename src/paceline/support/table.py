@@ -86,7 +86,7 @@ def _in_turns(c: Case) -> bool:
 
 def _alone(c: Case) -> bool:
     """Return True if the run is to survive deaths without a server that has A."""
-    return c.survives_deaths and "no-server" in c.features
+    return c.survives_deaths and c.lockstep and "no-server" in c.features
 
 
 _SHARDS = "shards={s.shards} of one replica send parts of tensors"
@@ -122,6 +122,11 @@ TABLE: tuple[Row, ...] = (
         "servers={s.servers}: under engine={engine} A is not divided among servers; write servers=1, or "
         "engine={engines}",
         "servers",
+    ),
+    Row(
+        lambda c: (c.servers or 1) > 1 and c.lockstep and "no-server" in c.features,
+        "servers={s.servers} have a slice of A each, but under engine={engine} aggregation={policy} every rank has A; "
+        "leave servers out, or write aggregation=asynchronous",
     ),
     _unsupported("standby"),
     Row(
@@ -187,7 +192,7 @@ TABLE: tuple[Row, ...] = (
         f"part of A; {_RESTART}, or engine='ray' (many hosts) or engine='local' (one)",
     ),
     Row(
-        lambda c: _alone(c) and c.on_death == "replace",
+        lambda c: c.on_death == "replace" and "no-server" in c.features,
         "on_death=replace: engine={engine} starts no processes, so it replaces none; write on_death='continue', under "
         "which a rank that is started again joins",
     ),

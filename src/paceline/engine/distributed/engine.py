@@ -29,6 +29,7 @@ from paceline.engine.distributed.fsdp import refuse_model
 from paceline.engine.distributed.rank_shard import ModelParallelShard, RankShard, WholeModelShard
 from paceline.engine.distributed.replicated_coordinator import ReplicatedCoordinator, SyncedClock
 from paceline.engine.distributed.replicated_state import RunCopy, SharedRun
+from paceline.engine.distributed.served_rank import ServedRank
 from paceline.engine.distributed.sync_batchnorm import batchnorm_over
 from paceline.engine.distributed.uneven_inputs import ShadowPasses, ShadowReplica
 from paceline.engine.loop import InterruptGuard
@@ -79,6 +80,8 @@ class DistributedEngine(Engine):
         device = RunContext(job).device(world.rank)
         if backend == "nccl":
             torch.cuda.set_device(device)
+        if job.strategy.aggregation.collective is None:
+            return self._served(job, world, backend, device, watch)
         watched = job.strategy.compression == "none"  # a compression makes collectives of its own
         survives = Survives(job.suspect_after_s, job.timeout_s, tell) if job.survives_deaths else None
         terms = {"strategy": str(job.strategy), "on_death": str(job.on_death)}
@@ -95,6 +98,15 @@ class DistributedEngine(Engine):
                 again = True
             finally:
                 gc.collect()  # a group that is let go of in another run's backward hangs (torch 2.13, Gloo)
+
+    @staticmethod
+    def _served(job: Job, world: LaunchEnv, backend: str, device: str, watch: Watcher) -> Outcome:
+        """Run a job whose replicas go their own pace: A is with servers."""
+        try:
+            with own_settings(), contextlib.ExitStack() as closing:
+                return ServedRank(job, world, backend, device, watch, closing).outcome()
+        finally:
+            gc.collect()
 
 
 class DistributedRun:

@@ -13,7 +13,6 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import ray
@@ -21,7 +20,6 @@ import ray
 from paceline.checkpoint.fingerprint import versions
 from paceline.core.errors import WaitTimeoutError, WorkerError, failure_of, raised_text
 from paceline.core.mesh import Coordinate
-from paceline.core.records import Account, WorkerFigures
 from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.base import Job, Outcome, Progress, Watcher
 from paceline.engine.checkpointing import tell
@@ -33,8 +31,8 @@ from paceline.engine.ray.server_client import ServerClient
 from paceline.engine.run_context import first_state
 from paceline.engine.scaling import ScaleRequests, fitting, scaling_files
 from paceline.engine.server import messages
-from paceline.engine.server.replica_group import Gang
-from paceline.engine.worker_metrics import training_spans, update_workers_file, worker_figures, workers_file
+from paceline.engine.server.replica_group import Gang, with_workers
+from paceline.engine.worker_metrics import training_spans, update_workers_file, workers_file
 from paceline.replica.flat_state import write
 from paceline.trace.spans import Span
 
@@ -129,24 +127,8 @@ class RayRun:
             actors.settle({actor.close.remote(): actor for actor in self._server.close()}, grace_s)
         model = write(self._module, messages.state_of(self._layout, result.state))
         spans = training_spans([*self._spans, *result.spans], result.began_ns) if self._job.trace else []
-        account = self._server.noted(self._with_workers(result.account))
+        account = self._server.noted(with_workers(result.account, self._job.strategy.mesh, self._measured))
         return Outcome(model.state_dict(), model, result.history, account, spans)
-
-    def _with_workers(self, account: Account) -> Account:
-        """Return an account with the figures of all workers, where replicas have several."""
-        if not self._job.strategy.spread:
-            return account
-        since_s = account.seconds - account.earlier_s
-        known = {Coordinate(row.replica): row for row in account.workers}
-        rows = list[WorkerFigures]()
-        for first, row in known.items():
-            for place in self._workers_of(first.replica):
-                if place in self._measured:
-                    measured = worker_figures(place, *self._measured[place], since_s)
-                    rows.append(replace(measured, optimizer_bytes=row.optimizer_bytes))
-                elif place == first:
-                    rows.append(row)
-        return replace(account, workers=tuple(rows))
 
     # ------------------------------------------------------------------------------------------------------ the phases
 

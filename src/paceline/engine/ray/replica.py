@@ -2,14 +2,11 @@
 
 import functools
 import gc
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from paceline.comm.linux import keep_freed_memory
 from paceline.core.errors import encode_failure
-from paceline.core.types import Nanoseconds
 from paceline.engine.base import Job
 from paceline.engine.ray.actors import Actor, RayPeer, refuse_other_versions
 from paceline.engine.server import messages
@@ -17,13 +14,10 @@ from paceline.engine.server.messages import ReplicaAssignment
 from paceline.engine.server.peer import PeerError
 from paceline.engine.server.push_client import CancelFlag
 from paceline.engine.server.replica_group import Gang, follow, lead
-from paceline.engine.server.served_replica import run_replica
+from paceline.engine.server.served_replica import on_servers_clock, run_replica
 from paceline.engine.server.server_link import ServerLink, ServerLinks
 from paceline.engine.spmd.group_member import error_message
 from paceline.engine.spmd.replica_group import PeerExited
-
-# Requests for another host's clock; the fastest answer counts.
-PINGS = 8
 
 
 class ReplicaActor(Actor):
@@ -72,16 +66,7 @@ class ReplicaActor(Actor):
                 tell = functools.partial(error_message, gang.places[number])
                 ended = follow(gang, assignment, number) if number else lead(gang, assignment, links, cancel)
             if node != self.place().node and ended.spans:
-                # How far the server's clock is ahead of this host's, by the fastest of some answers (Cristian 1989).
-                pings: list[tuple[Nanoseconds, Nanoseconds]] = []
-                for _ in range(PINGS):
-                    sent = time.monotonic_ns()
-                    remote = link.call("clock")
-                    received = time.monotonic_ns()
-                    pings.append((received - sent, remote - (sent + received) // 2))
-                _, ahead_ns = min(pings)
-                moved = [replace(s, start_ns=s.start_ns + ahead_ns, end_ns=s.end_ns + ahead_ns) for s in ended.spans]
-                ended = ended._replace(spans=moved)
+                ended = ended._replace(spans=on_servers_clock(ended.spans, link))
             return ended
         except PeerError:
             raise  # the server has ended

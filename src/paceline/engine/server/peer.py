@@ -36,6 +36,14 @@ class PendingResult(Protocol):
         ...
 
 
+class Notified(Protocol):
+    """Another process that is told something."""
+
+    def tell(self, method: str, *args: Any) -> None:
+        """Call a method whose result nobody waits for, also while another one computes."""
+        ...
+
+
 class Peer(ABC):
     """Another process."""
 

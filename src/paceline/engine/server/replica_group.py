@@ -14,14 +14,15 @@ import json
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from paceline.comm.shm.rendezvous import SegmentAddress
 from paceline.core.errors import WaitTimeoutError, WorkerError
-from paceline.core.mesh import Coordinate
+from paceline.core.mesh import Coordinate, Mesh
+from paceline.core.records import Account, WorkerFigures
 from paceline.core.types import Seconds, Version
 from paceline.engine.base import Job
 from paceline.engine.own_states import OwnState, own_bytes
@@ -36,7 +37,7 @@ from paceline.engine.server_optimizer import server_slices
 from paceline.engine.spmd.group_member import open_member
 from paceline.engine.spmd.replica_group import CommandPipe, EndCommand, Leave, send_all
 from paceline.engine.worker import ClientWorker, InMemorySink, InstrumentedReplica, WorkerMetrics
-from paceline.engine.worker_metrics import SpanLog
+from paceline.engine.worker_metrics import SpanLog, worker_figures
 from paceline.replica.flat_state import FlatLayout, FlatState
 
 # Period at which a follower looks for its leader.
@@ -247,3 +248,25 @@ def follow(gang: Gang, assignment: ReplicaAssignment, number: int) -> messages.E
         figures = sink.newest._replace(payload_bytes=sink.newest.payload_bytes + moved)
         measured = messages.WorkerMeasurements(figures, list(sink.step_times), member.parameter_bytes)
         return messages.Ended(None, spans.read(), measured)
+
+
+def with_workers(account: Account, mesh: Mesh, measured: Mapping[Coordinate, messages.WorkerMeasurements]) -> Account:
+    """Return an account with the figures of all workers, where replicas have several.
+
+    Args:
+        account: with those of the first worker of each replica.
+        mesh: of all workers.
+        measured: by each worker that has ended well.
+    """
+    if mesh.per_replica == 1:
+        return account
+    since_s = account.seconds - account.earlier_s
+    rows = list[WorkerFigures]()
+    for first, row in {Coordinate(row.replica): row for row in account.workers}.items():
+        for place in (mesh.coordinate(rank) for rank in mesh.replica_ranks(first.replica)):
+            if place in measured:
+                figures = worker_figures(place, *measured[place], since_s)
+                rows.append(replace(figures, optimizer_bytes=row.optimizer_bytes))
+            elif place == first:
+                rows.append(row)
+    return replace(account, workers=tuple(rows))

@@ -9,7 +9,7 @@ from paceline.engine.server import messages
 from paceline.engine.server.event_log import Batch, Follower
 from paceline.engine.server.executor import ServerShare
 from paceline.engine.server.other_servers import OtherServers
-from paceline.engine.server.peer import Peer
+from paceline.engine.server.peer import Notified, Peer
 from paceline.engine.server.server_run import ServerRun
 from paceline.engine.server.server_state import ServerState
 from paceline.engine.server.slice_run import SliceRun
@@ -36,7 +36,7 @@ class ServerHost:
         self._installed = asyncio.Event()
 
     async def open(
-        self, number: int, replicas: Sequence[Peer], scorer: Peer | None, others: Sequence[Peer] = ()
+        self, number: int, replicas: Sequence[Notified], scorer: Peer | None, others: Sequence[Peer] = ()
     ) -> None:
         """Begin to serve the run.
 
@@ -80,7 +80,7 @@ class ServerHost:
         assert self._follower is not None, "the run has ended"
         self._follower.follow(batch, arrays)
 
-    async def take_over(self, replicas: Sequence[Peer], scorer: Peer) -> tuple[int, int]:
+    async def take_over(self, replicas: Sequence[Notified], scorer: Peer) -> tuple[int, int]:
         """Become the server; return the numbers of updates and of Δs."""
         job = self._prepared
         assert self._follower is not None, "no copy has come"

@@ -40,7 +40,7 @@ from paceline.engine.server.evaluation import ServerEvaluation
 from paceline.engine.server.event_log import EventLog
 from paceline.engine.server.late_replicas import LateReplicas
 from paceline.engine.server.other_servers import OBSERVE, OtherServers
-from paceline.engine.server.peer import Peer
+from paceline.engine.server.peer import Notified, Peer
 from paceline.engine.server.push_stream import PushListener
 from paceline.engine.server.replies import Replies
 from paceline.engine.server.run_control import BackgroundTasks, RunControl, wait_for
@@ -67,14 +67,14 @@ class ServerRun:
         job: Job,
         number: int,
         state: ServerState,
-        replicas: Sequence[Peer],
+        replicas: Sequence[Notified],
         scorer: Peer | None,
         others: OtherServers,
         address: str,
     ) -> None:
         self._job, self._number, self._state, self._others = job, number, state, others
         self._loop, self._coordinator = state.loop, state.coordinator
-        self._replicas: list[Peer | None] = [*replicas, *[None] * (len(state.records) - len(replicas))]
+        self._replicas: list[Notified | None] = [*replicas, *[None] * (len(state.records) - len(replicas))]
         self._run = run = RunControl(state.loop.start_s, state.began)
         self._log = EventLog(number, state, run.changed.set, job.suspect_after_s)
         self._sentences: list[str] = []
@@ -107,6 +107,21 @@ class ServerRun:
             self._task = asyncio.ensure_future(self._train())
         if state.queue.snapshots:
             self._evaluation.begin()
+
+    @property
+    def training(self) -> bool:
+        """Return whether replicas train, and nothing ends it."""
+        return self._state.phase == "training" and not self._run.over
+
+    def fail(self, error: BaseException) -> None:
+        """End the run by an error, unless it has failed before; no replica waits for a grant any more."""
+        self._run.fail(error)
+        if self._state.phase in ("starting", "training"):
+            with self._run.guarded():
+                self._finish()
+        for replica in range(len(self._replicas)):  # also where another server is lost, and takes no event
+            self._state.executor.dismiss(replica)
+        self._run.done = True
 
     # ----------------------------------------------------------------------------------------------- calls of replicas
 
@@ -216,7 +231,7 @@ class ServerRun:
     async def scale(self, replicas: int) -> list[messages.ReplicaAssignment]:
         """Let replicas leave, or join, so that there are so many; return the parts of the processes to be started."""
         run, state, started = self._run, self._state, list[ReplicaId]()
-        if state.phase == "training" and not run.over:
+        if self.training:
             with run.guarded():
                 started = self._change("scaled", replicas, run.now())
         await self._log.settled(for_main=True)
@@ -226,7 +241,7 @@ class ServerRun:
         """Return how many replicas take part, or will, and are not to leave."""
         return len(self._state.staying)
 
-    async def replaced(self, replica: ReplicaId, process: Peer) -> None:
+    async def replaced(self, replica: ReplicaId, process: Notified) -> None:
         """Call this process from now on in place of one that has died."""
         self._replicas[replica] = process
 
@@ -330,7 +345,7 @@ class ServerRun:
         """Have a replica stop its attempt, or, by infinity, its training, once that may be told."""
         process, attempt = self._replicas[replica], attempt or self._state.records[replica].attempt
 
-        async def cancel(process: Peer) -> None:
+        async def cancel(process: Notified) -> None:
             await self._log.settled()
             process.tell("cancel", self._number, attempt)
 

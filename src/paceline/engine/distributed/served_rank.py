@@ -1,0 +1,251 @@
+"""A rank of a run with servers of A: its replica goes its own pace, as the policy says."""
+
+import contextlib
+import functools
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from paceline.core.errors import InputError, PacelineError, WorkerError, encode_failure
+from paceline.core.mesh import Coordinate
+from paceline.engine.base import Job, Outcome, Progress, Watcher
+from paceline.engine.distributed.agreement import check_job
+from paceline.engine.distributed.rank_server import RUN, FirstServer, RankHost, ServerThread
+from paceline.engine.loop import InterruptGuard
+from paceline.engine.run_context import first_state
+from paceline.engine.server import messages
+from paceline.engine.server.calls import SocketPeer
+from paceline.engine.server.peer import PeerError
+from paceline.engine.server.push_client import CancelFlag
+from paceline.engine.server.replica_group import Gang, follow, lead
+from paceline.engine.server.served_replica import on_servers_clock, run_replica
+from paceline.engine.server.server_link import ServerLinks
+from paceline.engine.server.wire import StreamAddress
+from paceline.engine.spmd.process_group import LaunchEnv, own_address
+from paceline.engine.spmd.rank_context import RankContext, open_rank_context
+from paceline.engine.spmd.replica_group import PeerExited
+from paceline.engine.worker_metrics import training_spans, workers_file
+from paceline.replica.flat_state import digest_of, write
+
+
+class ServedRank:
+    """One rank's part of a run.
+
+    Args:
+        job: what is run.
+        world: this rank's launch environment.
+        backend: of the process group by which the ranks find each other.
+        device: of this rank.
+        watch: receives progress.
+        closing: what has to be released, however the run ends; for the caller to close.
+    """
+
+    def __init__(
+        self, job: Job, world: LaunchEnv, backend: str, device: str, watch: Watcher, closing: contextlib.ExitStack
+    ) -> None:
+        self._job, self._world, self._watch, self._closing = job, world, watch, closing
+        self._module, state = first_state(job.program, job.running_buffers)
+        self._layout = state.layout
+        self._cancel = CancelFlag(RUN)
+        self._thread: ServerThread | None = None
+        self._gang: Gang | None = None
+        self._initialized = dist.is_initialized()
+        self._signals = queue.SimpleQueue[bool]()
+        """An entry for each Ctrl-C; False: the run is over."""
+        self._interrupts = InterruptGuard(lambda: self._signals.put(True))
+        self._addresses = self._meet(backend, device, digest_of(self._module, state.layout))
+        self._servers = list[SocketPeer]()
+
+    @property
+    def _replica(self) -> int:
+        return self._job.strategy.mesh.coordinate(self._world.rank).replica
+
+    def outcome(self) -> Outcome:
+        """Run to the end."""
+        with self._interrupts, contextlib.ExitStack() as leaving:
+            self._watch(Progress("starting", 0.0))
+            self._servers = [self._connected(number) for number in range(len(self._addresses))]
+            leaving.callback(self._leave)
+            if self._world.rank == 0:
+                self._start()
+            relay = threading.Thread(target=self._relay_signals, name="signals", daemon=True)
+            relay.start()
+            leaving.callback(self._signals.put, False)
+            refused: PacelineError | None = self._asked("opened")
+            if refused is not None:
+                raise refused
+            try:
+                self._train()
+            except Exception:
+                if self._thread is not None:  # the others need its server to the end
+                    with contextlib.suppress(PacelineError):
+                        self._taken()
+                raise
+            result = self._taken()
+            if isinstance(result, PacelineError):
+                raise result
+        model = write(self._module, messages.state_of(self._layout, result.state))
+        spans = training_spans(result.spans, result.began_ns) if self._job.trace else []
+        return Outcome(model.state_dict(), model, result.history, result.account, spans)
+
+    # -------------------------------------------------------------------------------------------------------- the start
+
+    def _meet(self, backend: str, device: str, digest: str) -> list[StreamAddress]:
+        """Start this rank's server, if it has one, and exchange where servers listen; all ranks call it together."""
+        job, world = self._job, self._world
+        with open_rank_context(world, backend, device, job.timeout_s, watched=True) as context:
+            check_job(job, digest, context)
+            servers = job.strategy.servers or 1
+            if servers > world.size:
+                raise InputError(f"servers={servers} are in as many ranks, but there are {world.size}; write fewer")
+            if job.strategy.spread:
+                self._gang = self._gang_of(context)
+            if world.rank < servers:
+                address = own_address(world)
+                self._thread = ServerThread(functools.partial(self._new_server, context, address), address)
+                self._closing.callback(self._thread.close)
+            if world.rank == 0:
+                self._list_workers(context)
+            found: Sequence[StreamAddress | None]
+            found = context.gather(None if self._thread is None else self._thread.address, "the others' servers")
+            return [address for address in found if address is not None]
+
+    def _gang_of(self, context: RankContext) -> Gang:
+        """Return the workers of this rank's replica, which are on one host; all ranks call it together."""
+        if self._initialized:
+            raise InputError(
+                "the workers of each replica make a process group of their own, but this process has one already; call "
+                "torch.distributed.destroy_process_group() before"
+            )
+        mesh, peers = self._job.strategy.mesh, context.registry.peers
+        for replica in range(mesh.replicas):
+            hosts = {peers[rank].kernel: peers[rank].host for rank in mesh.replica_ranks(replica)}
+            if len(hosts) > 1:
+                raise InputError(
+                    f"the {mesh.per_replica} workers of replica {replica} are on {len(hosts)} hosts "
+                    f"({', '.join(hosts.values())}), but under aggregation={self._job.strategy.aggregation} they share "
+                    f"memory; start a multiple of {mesh.per_replica} processes on each host"
+                )
+        tokens = context.gather(secrets.token_hex(16), "the others' replicas")
+        return Gang(self._job, self._replica, tokens[mesh.replica_ranks(self._replica).start])
+
+    def _new_server(self, context: RankContext, address: str) -> RankHost:
+        if self._world.rank:
+            return RankHost(address, self._job)
+        return FirstServer(address, self._job, [str(peer) for peer in context.registry.peers], self._watch)
+
+    def _list_workers(self, context: RankContext) -> None:
+        mesh = self._job.strategy.mesh
+        processes: dict[Coordinate, dict[str, int | str]] = {
+            mesh.coordinate(peer.rank): {"pid": peer.pid, "node": peer.host} for peer in context.registry.peers
+        }
+        self._closing.enter_context(workers_file(self._job.out, {}, processes))
+
+    def _connected(self, number: int, rank: int | None = None) -> SocketPeer:
+        """Return a server, as this rank calls it, or as the first server does (rank -1)."""
+        hello = {"rank": self._world.rank if rank is None else rank}
+        try:
+            peer = SocketPeer(self._addresses[number], hello, self._told)
+        except (OSError, EOFError) as error:
+            host, port = self._addresses[number][:2]
+            raise WorkerError(
+                f"rank {self._world.rank} can't reach server {number} at {host}:{port}: {error}; let the hosts connect "
+                "to each other, or name the interface that they share by GLOO_SOCKET_IFNAME"
+            ) from error
+        self._closing.callback(peer.close)
+        return peer
+
+    def _start(self) -> None:
+        """Have the first server open and begin the run."""
+        assert self._thread is not None, "rank 0 has the first server"
+        assert isinstance(self._thread.host, FirstServer), "rank 0 has the first server"
+        others = [self._connected(number, -1) for number in range(1, len(self._addresses))]
+        self._thread.submit(self._thread.host.start(others)).result()
+
+    def _told(self, method: str, run: int, attempt: float) -> None:
+        """Take what the first server tells this rank."""
+        assert method == "cancel", f"{method}: ranks are told of cancelled attempts alone"
+        self._cancel.cancel(run, attempt)
+
+    # --------------------------------------------------------------------------------------------------------- the loop
+
+    def _train(self) -> None:
+        """Run this rank's replica, and tell the first server how it has ended."""
+        first, rank = self._servers[0], self._world.rank
+        links = ServerLinks(RUN, self._servers, 0.0)
+        try:
+            try:
+                ended = self._looped(links)
+            except PeerExited as error:  # the first server sees which worker it was, and its replica is no more
+                del error
+                ended = messages.Ended(None, [])
+            if ended.spans:
+                ended = ended._replace(spans=on_servers_clock(ended.spans, links.first))
+            first.begin("left", rank, ended, self._interrupts.first).result()
+        except PeerError as error:
+            raise self._server_lost(error) from error
+        except BaseException as error:
+            with contextlib.suppress(PeerError):
+                first.begin("failed", rank, encode_failure(self._replica, error)).result()
+            raise
+
+    def _looped(self, links: ServerLinks) -> messages.Ended:
+        """Run the loop of this rank's replica, or follow the rank that does."""
+        assignment = messages.ReplicaAssignment(RUN, self._replica, 0, 0, 0)
+        if self._gang is None:
+            return run_replica(self._job, assignment, links, self._cancel)
+        gang, environment = self._gang, dict(os.environ)
+        if (loop := self._job.loop) is not None:
+
+            def restored(worker: Any) -> None:
+                os.environ |= environment  # in a process group of their own, a replica's workers have other ranks
+                loop(worker)
+
+            gang = replace(gang, job=replace(self._job, loop=restored))
+        number = self._world.rank - self._job.strategy.mesh.replica_ranks(self._replica).start
+        try:
+            return follow(gang, assignment, number) if number else lead(gang, assignment, links, self._cancel)
+        finally:
+            gang.leave()
+            os.environ |= environment
+
+    def _taken(self) -> messages.Result | PacelineError:
+        """Return the result of the run, or why there is none, once it is over; rank 0 waits until all have it."""
+        result: messages.Result | PacelineError = self._asked("outcome")
+        self._asked("taken", self._world.rank)
+        if self._world.rank == 0:
+            self._asked("all_taken")
+        return result
+
+    def _asked(self, method: str, *args: object) -> Any:
+        """Call a method of the first server and return the result; its end ends this rank."""
+        try:
+            return self._servers[0].begin(method, *args).result()
+        except PeerError as error:
+            raise self._server_lost(error) from error
+
+    def _server_lost(self, error: PeerError) -> PacelineError:
+        """Return why a server does not answer: the run has failed, or the rank that it is of is no more."""
+        with contextlib.suppress(PeerError):
+            failure = self._servers[0].begin("outcome").result()
+            if isinstance(failure, PacelineError):
+                return failure
+        return WorkerError(f"a rank with a server died, and its slice of A with it: {error}")
+
+    def _relay_signals(self) -> None:
+        """Tell the first server of each Ctrl-C: the first one ends training, the second one all waiting."""
+        calls = iter((("ask", "interrupt"), ("insist",)))
+        with contextlib.suppress(PeerError):
+            while self._signals.get():
+                if (call := next(calls, None)) is not None:
+                    self._servers[0].begin(*call).result()
+
+    def _leave(self) -> None:
+        for server in self._servers:
+            server.close()
