@@ -39,14 +39,21 @@ def test_more_or_fewer_processes_than_workers(four: None) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "policy",
-    ["asynchronous", "smooth-switch:every=5", "local-steps:over=asynchronous", "synchronous:backups=1", "hogwild"],
-)
-def test_other_policies(four: None, policy: str) -> None:
+def test_replicas_that_write_one_a(four: None) -> None:
     refused(
-        f"aggregation={policy}.*: under engine=distributed .* write aggregation=synchronous, .*, or engine='ray'",
-        f"replicas=4 aggregation={policy}",
+        "aggregation=hogwild writes memory that replicas share, but .* write engine=local",
+        "replicas=4 aggregation=hogwild",
+    )
+
+
+def test_servers_where_every_rank_has_a(four: None) -> None:
+    refused("servers=2 have a slice of A each, but .* every rank has A; leave servers out", "replicas=4 servers=2")
+
+
+def test_more_servers_than_ranks(four: None) -> None:
+    refused(
+        "servers=5 are in as many ranks, but torchrun started 4; write servers=4",
+        "replicas=4 servers=5 aggregation=asynchronous",
     )
 
 

@@ -145,9 +145,9 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         lambda c: not c.lockstep and "asynchronous" not in c.features,
-        "aggregation={policy}: under engine={engine} all ranks make one update of all Δs; write "
-        "aggregation=synchronous, local-steps or elastic-averaging:synchronous=true, or engine='ray' (many hosts) or "
-        "engine='local' (one)",
+        "aggregation={policy}: under engine={engine} all replicas make one update together; write "
+        "aggregation=synchronous, or engine={engines}",
+        "asynchronous",
     ),
     # ----------------------------------------------------------------- replicas that come and go, or die
     Row(

@@ -101,12 +101,9 @@ class ServedRank:
         job, world = self._job, self._world
         with open_rank_context(world, backend, device, job.timeout_s, watched=True) as context:
             check_job(job, digest, context)
-            servers = job.strategy.servers or 1
-            if servers > world.size:
-                raise InputError(f"servers={servers} are in as many ranks, but there are {world.size}; write fewer")
             if job.strategy.spread:
                 self._gang = self._gang_of(context)
-            if world.rank < servers:
+            if world.rank < (job.strategy.servers or 1):
                 address = own_address(world)
                 self._thread = ServerThread(functools.partial(self._new_server, context, address), address)
                 self._closing.callback(self._thread.close)

@@ -62,6 +62,8 @@ class OtherServers:
         self._events: list[socket.socket] = []
         self._staged: list[dict[ReplicaId, tuple[int, Clock]]] = []
         """For each server, the newest Δ of each replica that it has its slice of."""
+        self._broken = False
+        """Whether one of them is no more."""
         self._changed = asyncio.Condition()
         self._tasks = BackgroundTasks()
         self._sent = 0
@@ -135,7 +137,7 @@ class OtherServers:
         newest = incarnation, attempt
 
         def there() -> bool:
-            return all(staged.get(replica, (0, 0)) >= newest for staged in self._staged)
+            return self._broken or all(staged.get(replica, (0, 0)) >= newest for staged in self._staged)
 
         if not there():
             async with self._changed:
@@ -189,13 +191,20 @@ class OtherServers:
                     replica, incarnation, attempt = _STAGED.unpack(await wire.received(words, _STAGED.size))
                     if replica == _FAILED:
                         reason = (await wire.received(words, attempt)).decode()
-                        self.lost(ServerLostError(f"server {number} failed: {reason}"))
+                        await self._lose(f"server {number} failed: {reason}")
                         return
                     self._staged[number - 1][replica] = incarnation, attempt
                     async with self._changed:
                         self._changed.notify_all()
             except (OSError, EOFError) as error:
-                self.lost(ServerLostError(f"server {number} died, and its slice of A with it: {error}"))
+                await self._lose(f"server {number} died, and its slice of A with it: {error}")
+
+    async def _lose(self, reason: str) -> None:
+        """Tell that a server is no more; nobody waits for what it has staged."""
+        self._broken = True
+        self.lost(ServerLostError(reason))
+        async with self._changed:
+            self._changed.notify_all()
 
 
 class FirstServerLink:

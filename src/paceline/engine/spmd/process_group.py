@@ -88,6 +88,10 @@ def refuse_launch(backend: str, job: Job, world: LaunchEnv) -> None:
             f"NCCL needs a GPU for each process, but this host has {torch.cuda.device_count()} for {world.local_size}; "
             f"write torchrun --nproc-per-node {torch.cuda.device_count()}, or engine='distributed:gloo'"
         )
+    if (servers := strategy.servers or 1) > workers:
+        raise InputError(
+            f"servers={servers} are in as many ranks, but torchrun started {workers}; write servers={workers}"
+        )
     if workers == world.size:
         return
     if world.size == 1 and "RANK" not in os.environ:
