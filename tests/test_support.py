@@ -128,7 +128,7 @@ WHAT_IT_IS = {
     "virtual": "one process, simulated time, real gradients, reproducible",
     "local": "one process for each worker, shared memory, real time",
     "ray": "one actor for each worker and for the server of A, on one host or many",
-    "distributed": "the processes that torchrun started, on one host or many; no server",
+    "distributed": "the processes that torchrun started, on one host or many; servers of A are threads of some",
 }
 
 FEATURES = {
@@ -140,7 +140,7 @@ FEATURES = {
     "`shard_optimizer` (ZeRO-1), replicas of one worker": "replicas=2 shard_optimizer=true",
     "`shard_optimizer` over replicas of stages or shards": "replicas=2 stages=2 shards=2 shard_optimizer=true",
     "`shard_parameters` (FSDP2)": "replicas=2 shard_parameters=true",
-    "`servers=4` (a slice of A each)": "replicas=2 servers=4",
+    "`servers=4` (a slice of A each)": "replicas=4 servers=4 aggregation=asynchronous",
     "`standby` (of the server)": "replicas=2 standby=1",
     "`device=cuda`": "replicas=2 device=cuda",
     "`stages` on `device=cuda`": "replicas=2 stages=2 device=cuda",

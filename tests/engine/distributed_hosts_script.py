@@ -5,9 +5,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from paceline import launch
-from tests.engine import programs
-from tests.engine.distributed_cases import CASES, attempt, keep, told
+from paceline import launch, train
+from tests.engine import (
+    programs,
+    served_cases,  # noqa: F401
+)
+from tests.engine.distributed_cases import CASES, STEPS, attempt, keep, told
 
 folder = Path(sys.argv[1])
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when the other has died, and a file is to be written
@@ -27,6 +30,9 @@ keep(
         )
     ),
 )
+strategy = "replicas=2 servers=2 aggregation=at-servers"
+given = CASES["momentum"].program
+keep(folder, "served", train(given, strategy, engine="distributed", progress=False, steps=STEPS).model)
 
 
 def loop(worker: Any) -> None:

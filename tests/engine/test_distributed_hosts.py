@@ -40,6 +40,8 @@ def test_two_hosts_are_one_process_and_miss_each_other(tmp_path: Path) -> None:
                 process.communicate()
     assert started[1].returncode == 1, said
     first, other = kept(tmp_path, "momentum", 2)
+    for model in kept(tmp_path, "served", 2):
+        oracle.assert_same(model, oracle.one_process(CASES["momentum"].program, 2, STEPS), ROUNDING)
     assert_same(first["state"], oracle.one_process(CASES["momentum"].program, 2, STEPS), ROUNDING)
     assert first["history"] == other["history"]
     spans = kept(tmp_path, "traced", 2)[0]["spans"]
