@@ -1,12 +1,14 @@
 """Policies that are no collective, under torchrun: servers of A in threads of the first ranks."""
 
 import pickle
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paceline.comm import liveness
 from paceline.comm.fork_server import ForkServer
 from tests import oracle, ranks
 from tests.engine import programs
@@ -68,6 +70,9 @@ def ends(fork_server: ForkServer, tmp_path: Path) -> Ends:
 
     def run(who: int, deed: str, **options: Any) -> list[Any]:
         children = ranks.spawned(fork_server, SCRIPT, "ended", str(who), deed, repr(options), size=3, folder=tmp_path)
+        if deed == "stop":
+            liveness.wait_gone([child.pidfd for rank, child in enumerate(children) if rank != who], ranks.WITHIN_S)
+            signal.pidfd_send_signal(children[who].pidfd, signal.SIGKILL)
         statuses = ranks.statuses(fork_server, children)
         dead = who if deed in ("die", "stop") else None
         said = "\n".join(ranks.said(tmp_path, rank).read_text() for rank in range(3))
@@ -101,6 +106,20 @@ def test_the_death_of_a_server_ends_the_run(ends: Ends, who: int) -> None:
         assert ended is None or (
             ended[0] in ("WorkerError", "ServerLostError") and "died, and its slice of A with it" in ended[1]
         )
+
+
+@pytest.mark.parametrize("settings", [{}, {"on_death": "continue"}])
+def test_so_does_one_that_is_stopped(ends: Ends, settings: dict[str, Any]) -> None:
+    strategy = "aggregation=asynchronous servers=2"
+    for ended in ends(1, "stop", strategy=strategy, timeout_s=5.0, suspect_after_s=1.0, **settings):
+        assert ended is None or "server 1 has not answered the first for 5 s" in ended[1]
+
+
+def test_a_silent_replica_leaves_where_that_is_asked_for(ends: Ends) -> None:
+    first, other, _ = ends(2, "stop", on_death="continue", suspect_after_s=1.0)
+    assert first == other
+    assert [replica for replica, _ in first[2]] == [2]
+    assert "silent" in first[2][0][1]
 
 
 def test_what_a_loop_raises_all_ranks_raise(ends: Ends) -> None:

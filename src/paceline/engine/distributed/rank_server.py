@@ -11,6 +11,7 @@ Nothing is a collective, so a rank that dies takes its replica alone with it, an
 """
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
@@ -27,8 +28,9 @@ from paceline.engine.base import Job, Watcher
 from paceline.engine.checkpointing import LAST_SAVE_S, tell
 from paceline.engine.server.calls import Caller
 from paceline.engine.server.messages import Ended, Result, WorkerMeasurements
-from paceline.engine.server.peer import Peer
+from paceline.engine.server.peer import Peer, PeerError
 from paceline.engine.server.replica_group import with_workers
+from paceline.engine.server.run_control import BackgroundTasks, ServerLostError
 from paceline.engine.server.server_host import ServerHost
 from paceline.engine.server.server_run import ServerRun
 from paceline.engine.server.wire import Listener, StreamAddress
@@ -80,13 +82,18 @@ class FirstServer(RankHost):
         self._signals: list[str] = []
         self._spans: list[Span] = []
         self._measured: dict[Coordinate, WorkerMeasurements] = {}
-        self._insisted = False
+        self._insisted, self._servers = False, 1
         self._told = 0
         self._changed = asyncio.Condition()
         self._opened, self._begun = asyncio.Event(), False
         self._failure: PacelineError | None = None
         self._outcome: asyncio.Task[Result | PacelineError] | None = None
         self._control: asyncio.Task[None] | None = None
+        self._tasks = BackgroundTasks()
+        self._lost: set[ReplicaId] = set()
+        """Replicas that have died, or said nothing for too long."""
+        self._silent: set[int] = set()
+        """Servers that have not answered for a while, so that replicas wait for them."""
 
     @property
     def _served(self) -> ServerRun:
@@ -97,9 +104,12 @@ class FirstServer(RankHost):
         """Open the run at all servers, and begin it once all replicas are ready."""
         mesh = self._prepared.strategy.mesh
         leaders = [_Told(self._callers, mesh.replica_ranks(replica).start) for replica in range(mesh.replicas)]
+        self._servers = 1 + len(others)
         try:
             await self.open(RUN, leaders, None, others)
             self._control = asyncio.ensure_future(self._watch_run())
+            for number, other in enumerate(others, 1):
+                self._tasks.start(self._watch_server(number, other))
         except PacelineError as error:
             self._failure = error
         finally:
@@ -184,8 +194,25 @@ class FirstServer(RankHost):
                         "model; write a larger timeout_s="
                     )
                 )
-            for suspect in status.suspects:
-                await self._lose(suspect.replica, suspect.reason)
+            if not self._silent:
+                for suspect in status.suspects:
+                    await self._lose(suspect.replica, suspect.reason)
+
+    async def _watch_server(self, number: int, other: Peer) -> None:
+        """End the run where another server answers no more; its death is seen by those who are connected to it."""
+        job = self._prepared
+        with contextlib.suppress(PeerError):
+            while self._outcome is None:
+                asked, answer = time.monotonic(), asyncio.ensure_future(other.call("alive"))
+                while not (await asyncio.wait([answer], timeout=job.suspect_after_s / 2))[0]:
+                    self._silent.add(number)
+                    if time.monotonic() - asked > job.timeout_s:
+                        late = f"server {number} has not answered the first for {job.timeout_s:g} s"
+                        self._fail(ServerLostError(late))
+                        return
+                answer.result()
+                self._silent.discard(number)
+                await asyncio.sleep(job.suspect_after_s / 4)
 
     async def _settle(self) -> Result | PacelineError:
         if self._control is not None:
@@ -201,14 +228,19 @@ class FirstServer(RankHost):
         return result._replace(account=account, spans=[*self._spans, *result.spans])
 
     async def _leave(self, rank: int, reason: str) -> None:
-        """Note that a rank is no more."""
+        """Note that a rank is no more, and its replica with it."""
         self._left.add(rank)
         if self._failure is None and self._opened.is_set():
             await self._lose(self._prepared.strategy.mesh.coordinate(rank).replica, reason)
 
     async def _lose(self, replica: ReplicaId, reason: str) -> None:
-        """Let the run go on without a replica, or end it."""
-        run = self._served
+        """Let the run go on without a replica, whose ranks nobody waits for any more, or end it."""
+        run, ranks = self._served, self._prepared.strategy.mesh.replica_ranks(replica)
+        if replica in self._lost:
+            return
+        self._lost.add(replica)
+        self._left.update(ranks)
+        self._taken.update(rank for rank in ranks if rank >= self._servers)
         if not self._begun:
             self._fail(WorkerError(f"replica {replica} ended while it started: {reason}"))
         elif self._prepared.on_death == "stop" and run.training:
@@ -217,9 +249,11 @@ class FirstServer(RankHost):
             await run.lost(replica, 0, reason)
 
     def _fail(self, error: PacelineError) -> None:
-        """End the run by an error, and have no replica wait for its next grant."""
+        """End the run by an error, and have no rank wait for any server, whatever has become of that."""
         self._failure = self._failure or error
         self._served.fail(error)
+        for caller in self._callers.values():
+            caller.tell("break_off")
 
     async def _until(self, there: Callable[[], bool]) -> None:
         """Wait until something is there, for a timeout at most."""

@@ -55,6 +55,7 @@ class ServedRank:
         self._cancel = CancelFlag(RUN)
         self._thread: ServerThread | None = None
         self._gang: Gang | None = None
+        self._links: ServerLinks | None = None
         self._initialized = dist.is_initialized()
         self._signals = queue.SimpleQueue[bool]()
         """An entry for each Ctrl-C; False: the run is over."""
@@ -165,17 +166,22 @@ class ServedRank:
         others = [self._connected(number, -1) for number in range(1, len(self._addresses))]
         self._thread.submit(self._thread.host.start(others)).result()
 
-    def _told(self, method: str, run: int, attempt: float) -> None:
-        """Take what the first server tells this rank."""
-        assert method == "cancel", f"{method}: ranks are told of cancelled attempts alone"
-        self._cancel.cancel(run, attempt)
+    def _told(self, method: str, *args: Any) -> None:
+        """Take what the first server tells this rank: that an attempt is cancelled, or that the run has failed."""
+        if method == "cancel":
+            self._cancel.cancel(*args)
+        elif method == "break_off":
+            for server in self._servers[1:]:
+                server.close()
+            if self._links is not None:
+                self._links.break_off()
 
     # --------------------------------------------------------------------------------------------------------- the loop
 
     def _train(self) -> None:
         """Run this rank's replica, and tell the first server how it has ended."""
         first, rank = self._servers[0], self._world.rank
-        links = ServerLinks(RUN, self._servers, 0.0)
+        self._links = links = ServerLinks(RUN, self._servers, 0.0)
         try:
             try:
                 ended = self._looped(links)

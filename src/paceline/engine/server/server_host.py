@@ -64,6 +64,9 @@ class ServerHost:
         assert self._job is not None, "no job was prepared"
         return self._job
 
+    def alive(self) -> None:
+        """Answer, which a server that is stopped does not."""
+
     async def ask(self, method: str, *args: Any) -> Any:
         """Call a method of the run."""
         assert self._run is not None, f"{method}: no run is open"

@@ -41,6 +41,7 @@ class ServerLink:
         self._changed = threading.Condition()
         self._stream: PushStream | None = None
         self._tries = MOST_STREAMS
+        self._broken_off = False
 
     @property
     def reached(self) -> Peer:
@@ -64,6 +65,8 @@ class ServerLink:
 
     def stream(self, buffers: PushBuffers, part: FlatSlice) -> PushStream | None:
         """Return the stream to the server, which has this slice; a new one where it has broken; None: there is none."""
+        if self._broken_off:
+            raise PeerLostError("the run has failed")
         while self._stream is None and self._tries:
             self._tries -= 1
             server = self.server
@@ -78,6 +81,13 @@ class ServerLink:
                     if self.server is not server:  # the address may be that of the server before
                         stream.break_off()
         return self._stream
+
+    def break_off(self) -> None:
+        """Have whoever waits for the server, in another thread, be told that it is lost."""
+        with self._changed:
+            self._broken_off = True
+            if self._stream is not None:
+                self._stream.break_off()
 
     def drop_stream(self) -> None:
         """Close the stream, which has broken, or is used no more."""
@@ -219,6 +229,11 @@ class ServerLinks:
     def results(self, pending: Sequence[PendingPush | PendingCall]) -> list[messages.Reply]:
         """Wait for the reply of each server, of all at the same time."""
         return [*self._map(lambda each: each.result(), pending)]
+
+    def break_off(self) -> None:
+        """Have whoever waits for any of them be told that it is lost; called in another thread."""
+        for link in self._each:
+            link.break_off()
 
     def close(self) -> None:
         """Close the streams."""
