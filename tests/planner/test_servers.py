@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import paceline
 from paceline import LocalSteps, Strategy
 from paceline.aggregation import parse
 from paceline.api.mesh_drawing import draw_mesh
 from paceline.api.plan import Plans
+from paceline.cli.main import app
 from paceline.clock.cluster_file import Links
 from paceline.clock.distributions import Constant
 from paceline.clock.network import Network
@@ -30,11 +32,11 @@ def group(hosts: int, replicas: int, servers: int, batch_s: float, delay: Delay 
     return ServedReplicas(hosts, replicas, servers, A_BYTES, LINKS, batch_s, APPLY_S, delay=delay)
 
 
-def simulated_rate(policy: str, served: ServedReplicas) -> float:
-    """Δs a second, by messages over a network."""
+def simulated_rate(policy: str, served: ServedReplicas, arrivals: int = 4000) -> float:
+    """Batches a second, by messages over a network."""
     times = Times(Constant(served.batch_s), apply=Constant(served.apply_s), network=Network(served.hosts, served.links))
     sizes = {"size_bytes": served.size_bytes, "servers": served.servers}
-    found = pace(policy, served.replicas, times, served.delay, arrivals=4000, **sizes)  # type: ignore[arg-type]
+    found = pace(policy, served.replicas, times, served.delay, arrivals=arrivals, **sizes)  # type: ignore[arg-type]
     return found.batches / found.update_s
 
 
@@ -121,6 +123,26 @@ def test_a_server_that_updates_slowly_is_the_bound() -> None:
 def test_more_servers_divide_the_link_of_one() -> None:
     steps = [served_pace("synchronous", group(4, 8, n, 0.1)).update_s for n in server_counts(4)]
     assert steps == sorted(steps, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("policy", "within"),
+    [
+        ("synchronous", 0.02),  # 18,000 Δs: a standard error of 0.6 % in 4,500 rounds
+        ("synchronous:backups=1", 0.02),
+        ("buffered:k=2,cancel=true", 0.02),
+        ("local-steps:period=4", 0.02),
+        ("stale-synchronous:bound=1", 0.04),
+        ("asynchronous", 0.02),
+        ("buffered:k=2", 0.15),  # those that wait for the second are held longer than its share
+        ("decoupled:period=4", 0.06),
+    ],
+)
+def test_paces_of_late_replicas_on_one_host(policy: str, within: float) -> None:
+    delay = Delay.parse("fraction=0.5 exponential:mean=0.2")
+    served = ServedReplicas(1, 4, 1, 8e7, LINKS, 0.1, APPLY_S, delay=delay)  # 0.08 s in memory
+    found, rate = served_pace(policy, served), simulated_rate(policy, served, arrivals=20_000)
+    assert found.batches / found.update_s == pytest.approx(rate, rel=within)
 
 
 # ---------------------------------------------------------------------------------------------------------------- plans
@@ -254,6 +276,22 @@ def test_what_can_not_have_servers_is_refused(tmp_path: Path) -> None:
         planned(tmp_path, LARGE, engine="rai")
     with pytest.raises(InputError, match=r"engine='ray' plans servers for the links between hosts, .* write cluster="):
         paceline.plan(tmp_path / "shape.toml", engine="ray")
+
+
+def test_the_command_prints_a_table_of_hosts(tmp_path: Path) -> None:
+    planned(tmp_path, LARGE)  # writes the files
+    words = ["plan", str(tmp_path / "shape.toml"), "--cluster", str(tmp_path / "hosts.toml"), "--engine", "ray"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["host", "servers", "replicas", "A", "and", "the", "optimizer's", "state"] in lines
+    assert [line[:3] for line in lines if line[:1] == ["host"]][1:] == [
+        ["host", str(host), str(host)] for host in range(4)
+    ]
+    assert "where from         servers: 4, with which a step takes" in done.stdout
+    refused = CliRunner().invoke(app, [*words, words[1]])
+    assert refused.exit_code == 2
+    assert "programs that share hosts have no servers" in refused.output
 
 
 def test_smooth_switch_is_between_asynchronous_and_synchronous() -> None:

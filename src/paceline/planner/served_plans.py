@@ -7,6 +7,7 @@ every server and pulls A from there, under any policy, over the links that serve
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from typing import Any
 
 from paceline import support
@@ -71,7 +72,9 @@ class Servers:
 
 
 def refuse(cluster: Cluster) -> None:
-    """Raise InputError where the time of an update on a server is not known."""
+    """Raise InputError where the time of an update on a server, or of its messages, is not known."""
+    if _described(cluster.messages) is None:
+        raise InputError("engine='ray' needs the links of hosts; write a cluster by name or file, or leave engine out")
     if cluster.device.kind != "cpu":
         raise InputError(
             "engine='ray' has servers that update A in the memory of hosts, but the cluster, of GPUs, says nothing of "
@@ -226,8 +229,9 @@ def served_step_s(plan: Plan, cost: Cost, workload: Workload, cluster: Cluster, 
 def served_pace(policy: str, group: ServedReplicas) -> Pace:
     """Return the pace of replicas with servers: the pace without links, and messages and updates in addition.
 
-    An update that all replicas wait for is later by the whole time of their messages; others by the share of replicas
-    whose Δs it has. Both are exact where each batch takes so much longer, but for policies that cancel by the clock.
+    An update that all replicas wait for is later by the whole time of their messages, others by the share of replicas
+    whose Δs it has. That is exact for synchronous and stale-synchronous policies; of the others buffered ones, which hold
+    replicas until the K-th has come, are an eighth too fast where messages take as long as batches.
 
     Args:
         policy: as written for a strategy.
@@ -243,7 +247,7 @@ def served_pace(policy: str, group: ServedReplicas) -> Pace:
     resolved = parse(policy).resolved(learning_rate=None, replicas=group.replicas)
     pace = paced(policy, group.replicas, group.batch_s, group.delay)
     if isinstance(resolved, Asynchronous):
-        return replace(pace, update_s=1 / group.rate)
+        return replace(pace, update_s=1 / group.rate if group.rate else inf)
     match resolved:
         case Synchronous(backups=backups):
             begun, share = group.replicas - backups, 1.0

@@ -182,7 +182,7 @@ class ServedReplicas:
 
     @cached_property
     def rates(self) -> Sequence[float]:
-        """Return the Δs a second of one replica of each class, where replicas wait for nobody."""
+        """The Δs a second of one replica of each class, where replicas wait for nobody."""
         return mean_value_rates(self.classes)
 
     @property
@@ -212,7 +212,9 @@ class ServedReplicas:
         alone_s = max(self.message_s(host) for host, share in enumerate(self.placed) if share.replicas)
         message_s = max(alone_s, self._latency_s + deltas / self.replicas * self._pushes_s())
         at_once = 2 * message_s + self.update_s(deltas)
-        by_chance = max(1 / rate - each.alone_s for each, rate in zip(self.classes, self.rates, strict=True))
+        # A replica whose delays have no mean has no rate.
+        alone = zip(self.classes, self.rates, strict=True)
+        by_chance = max((1 / rate - each.alone_s for each, rate in alone if rate), default=0.0)
         if isinstance(policy, SmoothSwitch):
             return (by_chance + at_once) / 2
         return at_once if together(policy) else by_chance
