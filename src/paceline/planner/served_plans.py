@@ -103,7 +103,7 @@ def most_workers(replicas: int, cluster: Cluster) -> int:
 def served_plans(
     plans: Sequence[Plan], workload: Workload, cluster: Cluster, objectives: Objectives
 ) -> Iterator[tuple[Plan, Pace]]:
-    """Yield the fastest of these plans under each policy, with as many servers as make it fastest, and its pace.
+    """Yield the best of these plans under each policy, with as many servers as make it fastest, and its pace.
 
     Args:
         plans: supported on Ray, of as many replicas each, for which hosts have devices.
@@ -111,8 +111,9 @@ def served_plans(
         cluster: that it is trained on.
         objectives: of the search.
     """
-    models = (ServedModel(plan, plan.cost, workload, cluster, objectives.delay) for plan in plans)
-    for model in sorted(models, key=lambda model: model.batch_s)[:1]:
+    models = [ServedModel(plan, plan.cost, workload, cluster, objectives.delay) for plan in plans]
+    small = objectives.objective == "memory"
+    for model in sorted(models, key=lambda model: model.cost.peak.total if small else model.batch_s)[:1]:
         policies = loose_policies(model.plan)
         if objectives.delay is None:  # nobody is late, and those that don't wait for late replicas gain nothing
             policies = (policy for policy in policies if policy.startswith(UNDELAYED))
@@ -230,8 +231,8 @@ def served_pace(policy: str, group: ServedReplicas) -> Pace:
     """Return the pace of replicas with servers: the pace without links, and messages and updates in addition.
 
     An update that all replicas wait for is later by the whole time of their messages, others by the share of replicas
-    whose Δs it has. That is exact for synchronous and stale-synchronous policies; of the others buffered ones, which hold
-    replicas until the K-th has come, are an eighth too fast where messages take as long as batches.
+    whose Δs it has. That is exact for synchronous and stale-synchronous policies. Buffered ones, which hold replicas until
+    the K-th has come, are an eighth too fast where messages take as long as batches.
 
     Args:
         policy: as written for a strategy.
