@@ -231,8 +231,8 @@ def served_pace(policy: str, group: ServedReplicas) -> Pace:
     """Return the pace of replicas with servers: the pace without links, and messages and updates in addition.
 
     An update that all replicas wait for is later by the whole time of their messages, others by the share of replicas
-    whose Δs it has. That is exact for synchronous and stale-synchronous policies. Buffered ones, which hold replicas until
-    the K-th has come, are an eighth too fast where messages take as long as batches.
+    whose Δs it has. That is exact for synchronous and stale-synchronous policies. Buffered ones, which hold replicas
+    until the K-th has come, are an eighth too fast where messages take as long as batches.
 
     Args:
         policy: as written for a strategy.
