@@ -31,6 +31,9 @@ HERE = Path(__file__).parent
 INSIDE = "PACELINE_HOSTS_INSIDE"
 """Environment variable: this process is in a namespace of processes of its own."""
 
+INHERITED = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+"""Folders of modules that this process was started with."""
+
 FIRST_STEPS = 2
 """Steps of each worker before those that count."""
 
@@ -45,7 +48,7 @@ class Case:
 
     Args:
         side: ``paceline``, ``ray`` (its parameter server), ``gloo`` (an all-reduce) or ``sockets`` (a ring).
-        mbit: of each host's link, each way.
+        mbit: of each host's link, each way; 0: it has no limit.
         hosts: their number.
         apart: whether the first half of them has servers alone, and the other half workers.
         workers: their number.
@@ -71,18 +74,25 @@ class Case:
         return (60.0 if self.apart else 30.0) if self.parameters > 10**6 else 8.0
 
 
-def measured(case: Case) -> dict[str, float]:
-    """Return gradients applied a second, and bytes that all hosts have sent for each."""
-    with hosts(case.hosts, case.mbit, both_ways=True) as names:
+def measured(case: Case, seconds: float | None = None) -> dict[str, float]:
+    """Return gradients applied a second, and bytes that all hosts have sent for each.
+
+    Args:
+        case: of the row.
+        seconds: how long to measure; None: as long as the case says.
+    """
+    seconds = case.seconds if seconds is None else seconds
+    with hosts(case.hosts, case.mbit or None, both_ways=True) as names:
         if case.side in ("gloo", "sockets"):
-            return on_links(case, names)
+            return on_links(case, names, seconds)
         busy = case.hosts // 2 if case.apart else 0
         cores = [0] * busy + [2] * (case.hosts - busy)
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent / "parameter_server")])  # of all actors
+        folders = [str(HERE), str(HERE.parent / "parameter_server"), *INHERITED]
+        os.environ["PYTHONPATH"] = os.pathsep.join(folders)  # of all actors
         with cluster(names, cores) as environment, tempfile.TemporaryDirectory() as folder:
             words = [sys.executable, str(HERE / "driver.py"), case.side, "--address", ADDRESS, "--folder", folder]
             words += ["--workers", str(case.workers), "--servers", str(case.servers)]
-            words += ["--parameters", str(case.parameters), "--seconds", str(case.seconds)]
+            words += ["--parameters", str(case.parameters), "--seconds", str(seconds)]
             words += ["--compression", case.compression]
             process = subprocess.Popen(in_host(names[0], *words), env=environment)
             samples = list[tuple[float, int]]()
@@ -111,16 +121,16 @@ def figures(ends: Sequence[Sequence[float]], samples: Sequence[tuple[float, int]
     return {"updates_per_s": rate, "sent_bytes_per_s": per_s, "sent_bytes_per_update": per_s / rate}
 
 
-def on_links(case: Case, names: Sequence[str]) -> dict[str, float]:
+def on_links(case: Case, names: Sequence[str], seconds: float) -> dict[str, float]:
     """Return the figures of one process on each host, without Ray."""
-    words = ["ring" if case.side == "sockets" else "gloo", "--seconds", str(case.seconds)]
+    words = ["ring" if case.side == "sockets" else "gloo", "--seconds", str(seconds)]
     words += ["--parameters", str(case.parameters), "--addresses", *(address(i) for i in range(case.hosts))]
     command = [sys.executable, str(HERE / "links.py"), *words, "--rank"]
     running = [
         subprocess.Popen(in_host(name, *command, str(i)), stdout=subprocess.PIPE, text=True)
         for i, name in enumerate(names)
     ]
-    rates = [float(process.communicate(timeout=case.seconds + 120)[0]) for process in running]
+    rates = [float(process.communicate(timeout=seconds + 120)[0]) for process in running]
     if case.side == "sockets":
         return {"updates_per_s": 0.0, "sent_bytes_per_s": sum(rates), "sent_bytes_per_update": 0.0}
     sent = 2 * (case.hosts - 1) / case.hosts * 4 * case.parameters  # of the ring, by its formula, for each gradient
@@ -202,7 +212,8 @@ share this machine's cores, which also move every byte of every link.
 all ranks' gradients in lockstep, of which each round applies as many. A worker on a server's own host shares its
 memory, and with one server makes most updates by itself; where workers are apart none does. Bytes are those that all
 hosts have sent, by their interfaces (Gloo: by the ring's formula); of raw sockets: beside what these sent in a ring
-over the same links, all at the same time. Medians of the rounds."""
+over the same links, all at the same time. Medians of the rounds.
+[What the planner predicts of such hosts](../planner/hosts.md) is another page."""
 
 HEAD = (
     *("", "parameters", "workers", "servers", "Δs applied a second", "MB sent for each"),

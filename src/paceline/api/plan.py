@@ -6,10 +6,10 @@ Planning a shape on a described cluster imports no torch: the imports of what me
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from paceline.clock.times import Delay
-from paceline.core.errors import InputError
+from paceline.core.errors import InputError, check_choice
 from paceline.planner.answer import alternatives
 from paceline.planner.base import OverlapModel, Plan, Workload
 from paceline.planner.cluster import Cluster
@@ -89,6 +89,7 @@ def plan(
     *,
     workers: int | None = None,
     cluster: "Cluster | str | Path | None" = None,
+    engine: Literal["ray"] | None = None,
     objective: Objective = "throughput",
     noise_scale: float | None = None,
     delay: Delay | str | None = None,
@@ -108,6 +109,8 @@ def plan(
         program: a Program, the name of one as on the command line, or the path of a shape's TOML file.
         workers: upper bound; None: all cores of this host, or all devices of the cluster.
         cluster: a value, or the path or name of a cluster; None: this host.
+        engine: ``ray``: plans with servers of A on the hosts of a Ray cluster, under any policy; it needs ``cluster``,
+            of CPUs. None: any engine; on several hosts servers are planned where there is a ``delay``.
         objective: ``throughput``, ``goodput``, ``memory`` or ``time-to-loss``.
         noise_scale: X in samples, required by ``goodput`` and ``time-to-loss``.
         delay: delays of some replicas, in seconds per gradient, as for :func:`~paceline.train`; then policies compete.
@@ -133,7 +136,9 @@ def plan(
     4
     """
     delay = Delay.parse(delay) if isinstance(delay, str) else delay
-    objectives = Objectives(objective, noise_scale, workers=workers, delay=delay, unbuilt=unbuilt)
+    objectives = Objectives(objective, noise_scale, workers=workers, engine=engine, delay=delay, unbuilt=unbuilt)
+    if engine is not None:
+        _refuse_engine(engine, cluster)
     shape = Path(program) if isinstance(program, (str, Path)) and str(program).endswith(".toml") else None
     if cluster is not None and not isinstance(cluster, Cluster):
         from paceline.planner import cluster_file
@@ -141,6 +146,10 @@ def plan(
 
         # Devices have one rate per precision; a shape names the precision in which it is trained.
         cluster = cluster_file.read(cluster, *([shape_file.read(shape).precision] if shape else []))
+    if engine == "ray" and isinstance(cluster, Cluster):
+        from paceline.planner import served_plans
+
+        served_plans.refuse(cluster)
     if verify and (shape or cluster):
         reason = "a shape has no code to run" if shape else "plans for another machine can't be run on this one"
         raise InputError(f"verify={verify}: {reason}; leave verify out")
@@ -167,6 +176,16 @@ def plan(
     # Of the plans that this host supports, the first ones run in turns.
     chosen = [each for each in plans if each.strategy is not None and not each.why_not][:verify]
     return replace(plans, verified=tuple(run_in_turns(chosen, program, progress=progress)))
+
+
+def _refuse_engine(engine: str, cluster: object) -> None:
+    """Raise InputError for an engine that is not asked for, and for servers on hosts that are not described."""
+    check_choice("engine to plan for", engine, ("ray",))
+    if cluster is None:
+        raise InputError(
+            f"engine='{engine}' plans servers for the links between hosts, of which this host has none; write "
+            "cluster='hosts.toml', or leave engine out"
+        )
 
 
 def _plan_shape(path: Path, cluster: Cluster | None, objectives: Objectives, calibrate: str | Path | None) -> Plans:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from paceline.api.plan import Plans
     from paceline.planner.answer import PlanReport
     from paceline.planner.multi_job import SharedJob, SharingResult
+    from paceline.planner.served_plans import Servers
 
 _where, _purpose = (functools.partial(Option, rich_help_panel=panel) for panel in ("Where", "What for"))
 
@@ -48,6 +49,9 @@ def plan(
     workers: Annotated[int | None, _where(help="Upper bound.", show_default="all cores, or all of the cluster")] = None,
     cluster: Annotated[
         str | None, _where(help='A TOML file, or a name: "4x8 H100-80GB".', show_default="this host, measured")
+    ] = None,
+    engine: Annotated[
+        str | None, _where(help="ray: servers of A on the cluster's hosts, any policy.", show_default="any")
     ] = None,
     unbuilt: Annotated[
         bool, _where("--unbuilt", help="Also propose strategies that such devices don't support yet.")
@@ -90,7 +94,9 @@ def plan(
             )
         if steps and min(steps) < 1:
             raise InputError(f"--steps {min(steps)} trains nothing; write --steps 1000, say")
-        request: dict[str, Any] = {"workers": workers, "cluster": cluster, "objective": objective}
+        if len(programs) > 1 and engine is not None:
+            raise InputError(f"engine={engine!r}: programs that share hosts have no servers; plan one, or leave it out")
+        request: dict[str, Any] = {"workers": workers, "cluster": cluster, "engine": engine, "objective": objective}
         request |= {"noise_scale": noise_scale, "delay": delay, "unbuilt": unbuilt}
         request |= {"verify": verify, "profile": profile, "calibrate": calibrate, "data": data, "progress": progress}
         plans = [plan(program, **request) for program in programs]
@@ -168,6 +174,8 @@ def print_answer(report: "PlanReport", program: str, verified: Iterable[object] 
     console.print(table)
     _print(console, "\n".join(lines))
     console.print(_memory(report))
+    if report.plans[0].servers:
+        console.print(_placement(report.plans[0].servers))
 
     best, curve = report.plans[0], report.curve
     lines = [f"first bottleneck   {report.gains[0]}"] if report.gains else []
@@ -208,6 +216,17 @@ def _memory(report: "PlanReport") -> Table:
     for stage in stages:
         cells = [bytes_text(getattr(memory[stage], part)) for part in parts]
         table.add_row(f"stage {stage}", *cells, bytes_text(memory[stage].total))
+    return table
+
+
+def _placement(servers: "Servers") -> Table:
+    """Return the table of who is on which host."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("host", "servers", "replicas", "A and the optimizer's state"):
+        table.add_column(title, justify="right" if title[0] == "A" else "left", no_wrap=True)
+    for host, share in enumerate(servers.hosts):
+        who = (", ".join(map(str, each)) or "-" for each in (share.servers, share.replicas))
+        table.add_row(f"host {host}", *who, bytes_text(len(share.servers) * servers.state_bytes))
     return table
 
 

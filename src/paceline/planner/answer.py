@@ -119,9 +119,12 @@ def _policy_rule(best: Plan, objectives: Objectives) -> Rule:
     replicas = best.arrangement.replicas
     if replicas == 1:
         return Rule(rule, "the best is one replica, which never waits", None)
-    if best.strategy is None or (objectives.delay is None and replicas <= MANY_NODES):
+    alike = objectives.delay is None and best.servers is None
+    if best.strategy is None or (alike and replicas <= MANY_NODES):
         return Rule(rule, f"{replicas} replicas that take the same time: synchronous", True)
-    if objectives.delay is None:
+    if objectives.delay is None and best.servers is not None:
+        return Rule(rule, f"{replicas} replicas that take the same time, which is what links decide on", None)
+    if alike:
         return Rule(rule, f"{replicas} replicas, but nothing says that they differ; --delay does", None)
     strict = isinstance(best.strategy.aggregation, Synchronous)
     kind = "synchronous" if strict else "looser"
@@ -217,7 +220,8 @@ def answer(
     all_supported = objectives.unbuilt or (cpu and objectives.engine is None)
     every = plans[: 2 * SHOWN]
     if objectives.delay is not None or not all_supported or measured:
-        unlimited = replace(objectives, unbuilt=True, delay=None, simulated=2 * SHOWN)
+        engine = None if objectives.engine == "ray" else objectives.engine
+        unlimited = replace(objectives, engine=engine, unbuilt=True, delay=None, simulated=2 * SHOWN)
         every = search(workload, cluster, unlimited, cost_cache=cost_cache, of_each_kind=OF_EACH_KIND).plans
     beyond = None
     if every and not objectives.unbuilt and not cpu:
@@ -225,7 +229,7 @@ def answer(
         if shown and key(shown[0], workload, objectives) <= key(best, workload, objectives):
             beyond = None
     fit = smallest_change(cost_cache, objectives)
-    resources = gains(shown[0], workload, cluster, overlap_model) if shown else ()
+    resources = gains(shown[0], workload, cluster, overlap_model, objectives.delay) if shown else ()
     scaling = curve_of(plans, objectives.max_workers(cluster)) if measured else curve(cost_cache, objectives)
     compared = rules(shown[0], every, fit, cost_cache, objectives) if shown else ()
     return PlanReport(name, workload, cluster, objectives, shown, left_out, resources, scaling, fit, compared, beyond)
@@ -246,7 +250,7 @@ def command_of(plan: Plan, program: str, devices_per_host: int) -> str | None:
     """Return the command that runs a plan; None where it is not supported."""
     if plan.strategy is None:
         return None
-    engine = supported.engine_of(plan.arrangement, devices_per_host)
+    engine = "ray" if plan.servers else supported.engine_of(plan.arrangement, devices_per_host)
     return supported.command(program, plan.strategy, engine, devices_per_host)
 
 
@@ -266,6 +270,7 @@ def plan_json(plan: Plan, program: str, devices_per_host: int) -> dict[str, Any]
         "peak_bytes": cost.peak.total,
         "memory_bytes": [asdict(memory) | {"total": memory.total} for memory in cost.memory],
         "sent_bytes": dict(cost.sent_bytes),
+        "servers": None if plan.servers is None else plan.servers.json(),
         "simulated": plan.simulated,
         "why_not": plan.why_not,
         "provenance": dict(plan.provenance),

@@ -17,10 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import ceil
-from typing import Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from paceline.core.types import Seconds
 from paceline.strategy import Strategy
+
+if TYPE_CHECKING:
+    from paceline.planner.served_plans import Servers
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,3 +310,5 @@ class Plan:
     provenance: Provenance = field(default_factory=dict[str, str])
     why_not: str = ""
     """Why another plan was preferred; empty for the best."""
+    servers: "Servers | None" = None
+    """Servers of A, where the strategy is for the Ray engine; None: the replicas have A."""

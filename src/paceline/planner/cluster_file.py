@@ -125,7 +125,9 @@ def from_toml(text: str, name: str = "", precision: str = "bf16-mixed") -> Clust
             raise unknown("kind of device", lines["kind"], ("cpu", "cuda"))
         provenance = dict.fromkeys(("flops_per_s", "memory_bytes", "memory_bytes_per_s"), _FROM_FILE)
         device = Device(**{"name": "device", "kind": "cuda", **lines}, provenance=provenance)
-        cluster = _described(hosts, per_host, device, Links(1.0, 1.0), title, {})
+        # Of one device on each host: a copy in memory reads and writes each byte.
+        inside = device.memory_bytes_per_s / 2
+        cluster = _described(hosts, per_host, device, Links(inside, 1.0), title, {})
     else:
         raise InputError(f'device = {keys.device!r} is neither a name nor a section; write device = "H100-80GB".')
     if not links:

@@ -6,6 +6,7 @@ from itertools import pairwise
 from math import log2
 from typing import Any, Literal, TypeAlias, final
 
+from paceline.clock.times import Delay
 from paceline.core.formatting import bytes_text, seconds_text
 from paceline.core.types import Seconds
 from paceline.planner.base import TERMS, Arrangement, Collective, LayerCost, OverlapModel, Plan, WorkerMemory, Workload
@@ -13,6 +14,7 @@ from paceline.planner.cluster import Cluster, Described, DeviceGroup, Messages
 from paceline.planner.cost import cost
 from paceline.planner.search.objective import Objectives
 from paceline.planner.search.search import CostCache, search
+from paceline.planner.served_plans import served_step_s
 
 # -------------------------------------------------------------------------------------------------------- scaling curve
 
@@ -113,16 +115,26 @@ class Gain:
 
 
 def gains(
-    plan: Plan, workload: Workload, cluster: Cluster, overlap_model: OverlapModel | None = None
+    plan: Plan,
+    workload: Workload,
+    cluster: Cluster,
+    overlap_model: OverlapModel | None = None,
+    delay: Delay | None = None,
 ) -> tuple[Gain, ...]:
     """Return the gain of each resource, the largest first: that is the bottleneck.
 
-    By closed forms, for the same arrangement; the best arrangement of such a cluster may gain more.
+    By closed forms, for the same arrangement; the best arrangement of such a cluster may gain more. Delays count where
+    a plan has servers.
     """
-    base_s, result = cost(workload, cluster, plan.arrangement, overlap_model).step_s, list[Gain]()
+
+    def step_s(workload: Workload, cluster: Cluster) -> Seconds:
+        costs = cost(workload, cluster, plan.arrangement, overlap_model)
+        return served_step_s(plan, costs, workload, cluster, delay) if plan.servers else costs.step_s
+
+    base_s, result = step_s(workload, cluster), list[Gain]()
     for resource in RESOURCES:
         changed = with_more(workload, cluster, resource)
-        less_s = base_s - cost(*changed, plan.arrangement, overlap_model).step_s
+        less_s = base_s - step_s(*changed)
         result.append(Gain(resource, less_s, less_s / plan.cost.step_s))
     return tuple(sorted(result, key=lambda gain: -gain.seconds))
 

@@ -122,7 +122,9 @@ def shared(
     for job in jobs:
         cost_cache, row = CostCache(job.workload, cluster, overlap_model), list[Plan | None]()
         for count in range(unit, most + 1, unit):  # with more workers never slower than with fewer
-            limited = replace(objectives, workers=count, simulated=5)
+            # Servers are planned for whole clusters: engine None would let plans with them compete.
+            engine = objectives.engine or "distributed"
+            limited = replace(objectives, workers=count, simulated=5, engine=engine)
             plans = search(job.workload, cluster, limited, cost_cache=cost_cache).plans
             tried = [plan for plan in (*plans[:1], *row[-1:]) if plan is not None]
             row.append(min(tried, key=lambda plan: plan.cost.step_s, default=None))

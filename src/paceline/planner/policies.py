@@ -166,35 +166,46 @@ def _refuse_network(times: Times, size_bytes: float | None, servers: int | None)
 SWITCH_EVERY = 500
 
 
-def compete(plans: Iterable[Plan], workload: Workload, cluster: Cluster, objectives: Objectives) -> list[Plan]:
-    """Return all plans under all policies, best first.
+def compete(plans: Iterable[Plan], cluster: Cluster, objectives: Objectives) -> Iterator[tuple[Plan, Pace]]:
+    """Yield all plans under all policies, each with its pace.
 
     Args:
         plans: without delays, synchronous.
-        workload: that is trained.
-        cluster: that it is trained on.
+        cluster: that they are for.
         objectives: with a delay.
     """
-    paced = []
     for plan in plans:
         for policy in policies(plan, cluster):
             if candidate := under(plan, policy, objectives):
-                paced.append((rank(*candidate, workload, objectives), candidate[0]))
-    return [plan for _, plan in sorted(paced, key=lambda each: each[0])]
+                yield candidate
+
+
+def ranked(candidates: Iterable[tuple[Plan, Pace]], workload: Workload, objectives: Objectives) -> list[Plan]:
+    """Return plans with their paces, best first."""
+    keyed = [(rank(plan, pace, workload, objectives), plan) for plan, pace in candidates]
+    return [plan for _, plan in sorted(keyed, key=lambda each: each[0])]
 
 
 def policies(plan: Plan, cluster: Cluster) -> Iterator[str]:
     """Yield the policies to try: some backups, K of P, whose others go on or are cancelled, asynchronous, a bound on
     staleness, switching, local steps of all or of those that are in time.
 
-    Other policies than the synchronous one are supported on one host, by processes that share A.
+    Other policies than the synchronous one are those of one host, by processes that share A; with servers on several
+    hosts see served_plans.py.
     """
     a = plan.arrangement
-    replicas = a.replicas
     yield "synchronous"
-    if replicas == 1 or a.workers > cluster.devices_per_host or a.divided or supported.engine_of(a, 2**62) != "local":
+    if a.workers > cluster.devices_per_host or a.divided or supported.engine_of(a, 2**62) != "local":
         return
     if cluster.device.kind == "cuda" and supported.pipelined(a):
+        return
+    yield from loose_policies(plan)
+
+
+def loose_policies(plan: Plan) -> Iterator[str]:
+    """Yield the same but for the synchronous one."""
+    replicas = plan.arrangement.replicas
+    if replicas == 1:
         return
     yield from (f"synchronous:backups={b}" for b in sorted({1, replicas // 10, replicas // 4}) if 0 < b < replicas)
     few = sorted({replicas // 4, replicas // 2})
@@ -217,15 +228,19 @@ def under(plan: Plan, policy: str, objectives: Objectives) -> tuple[Plan, Pace] 
     step_s = pace.step_s(replicas)
     terms = {**plan.cost.terms, "waiting": plan.cost.terms["waiting"] + step_s - before}
     times = step_s / before
-    counted = f"{pace.batches:.3g} Δs an update, {pace.staleness:.2f} updates old"
-    source = f"with --delay {str(objectives.delay)!r}: {counted}"
-    if not objectives.statistical and pace.staleness:
-        source += "; what staleness costs is not counted in samples a second"
     cost, strategy = replace(plan.cost, terms=terms), replace(plan.strategy, aggregation=parse(policy))
     utilisation = None if plan.utilisation is None else plan.utilisation / times
     rates = plan.low_s * times, plan.high_s * times, plan.samples_per_s / times, utilisation
-    provenance = {**plan.provenance, "waiting": source}
+    provenance = {**plan.provenance, "waiting": source(pace, objectives)}
     return Plan(plan.arrangement, cost, *rates, strategy, plan.simulated, provenance, plan.why_not), pace
+
+
+def source(pace: Pace, objectives: Objectives) -> str:
+    """Return where a pace is from, and what an update is made of."""
+    delayed = f"with --delay {str(objectives.delay)!r}" if objectives.delay else "without delays"
+    text = f"{delayed}: {pace.batches:.3g} Δs an update, {pace.staleness:.2f} updates old"
+    stale = not objectives.statistical and pace.staleness
+    return text + ("; what staleness costs is not counted in samples a second" if stale else "")
 
 
 def arrivals(policy: str, replicas: int) -> int | None:

@@ -28,7 +28,7 @@ class Objectives:
         fixed: the batch that does not vary: the workload's batch is of all replicas together, or of one.
         workers: their maximum; None: all of the cluster.
         memory_bytes: of a worker; None: the device's.
-        engine: that has to support the plan; None: any.
+        engine: that has to support the plan; None: any; ``ray`` has servers, and policies compete.
         unbuilt: whether to propose plans that Paceline does not support on such devices yet.
         delay: of replicas; then policies compete.
         simulated: number of the best plans to simulate.

@@ -22,10 +22,11 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from paceline.core.errors import InputError
+from paceline.planner import policies, served_plans
 from paceline.planner.base import Arrangement, Cost, OverlapModel, Plan, Recomputed, Workload, divisors, merged
 from paceline.planner.cluster import CachedMessages, Cluster
 from paceline.planner.cost import EXACT, cost
-from paceline.planner.policies import compete
+from paceline.planner.policy_pace import Pace
 from paceline.planner.search import candidates, supported
 from paceline.planner.search.candidates import Frame, Option
 from paceline.planner.search.event_simulation import PartTimes, part_times, steps_s
@@ -145,8 +146,15 @@ def search(
         InputError: no number of workers can divide the batch.
     """
     objectives, cache = objectives or Objectives(), cost_cache or CostCache(workload, cluster, overlap_model)
-    if objectives.delay is not None:
-        return _search_with_delay(cache, objectives)
+    if objectives.delay is not None or objectives.engine == "ray":
+        return _search_policies(cache, objectives)
+    return _search_synchronous(cache, objectives, simulate=simulate, of_each_kind=of_each_kind)
+
+
+def _search_synchronous(
+    cache: CostCache, objectives: Objectives, *, simulate: bool = True, of_each_kind: int = 0
+) -> SearchResult:
+    workload, cluster = cache.workload, cache.cluster
     ranking = Ranking(cache, objectives, of_each_kind)
     ranking.take(objectives.batches(workload, objectives.max_workers(cluster)))
     if not ranking.frames and objectives.replicas is None:
@@ -160,8 +168,8 @@ def search(
     return SearchResult(tuple(plans), ranking.frames, ranking.costed, ranking.left_out)
 
 
-def _search_with_delay(cache: CostCache, objectives: Objectives) -> SearchResult:
-    """Delays are worse the more replicas wait for each other: the best plans of each number of replicas compete."""
+def _search_policies(cache: CostCache, objectives: Objectives) -> SearchResult:
+    """Waiting is longer the more replicas wait for each other: the best plans of each number of replicas compete."""
     workload, cluster, most = cache.workload, cache.cluster, objectives.max_workers(cache.cluster)
     if objectives.replicas:
         counts = [objectives.replicas]
@@ -170,8 +178,16 @@ def _search_with_delay(cache: CostCache, objectives: Objectives) -> SearchResult
     else:
         counts = sorted({r for batch in objectives.batches(workload) for r in divisors(batch) if r <= most})
     own = replace(objectives, delay=None, simulated=DELAY_FINALISTS)
-    results = [search(workload, cluster, replace(own, replicas=each), cost_cache=cache) for each in counts]
-    plans = compete((plan for result in results for plan in result.plans), workload, cluster, objectives)
+    results, paced = list[SearchResult](), list[tuple[Plan, Pace]]()
+    for replicas in counts:
+        if objectives.engine != "ray":
+            results.append(_search_synchronous(cache, replace(own, replicas=replicas)))
+            paced += policies.compete(results[-1].plans, cluster, objectives)
+        fitting = min(most, served_plans.most_workers(replicas, cluster))
+        if served_plans.compete(cluster, objectives) and fitting:
+            results.append(_search_synchronous(cache, replace(own, replicas=replicas, engine="ray", workers=fitting)))
+            paced += served_plans.served_plans(results[-1].plans, workload, cluster, objectives)
+    plans = policies.ranked(paced, workload, objectives)
     totals = (sum(getattr(result, name) for result in results) for name in ("frames", "costed", "left_out"))
     return SearchResult(tuple(plans[: objectives.simulated]), *totals)
 

@@ -17,8 +17,8 @@ from paceline.schedule import Schedule, parse
 from paceline.strategy import Recompute, Strategy
 from paceline.support import Case
 
-# Engines of real time that support replicas of several workers.
-EngineName: TypeAlias = Literal["local", "distributed"]
+# Engines of real time that support replicas of several workers; on Ray servers have A.
+EngineName: TypeAlias = Literal["local", "distributed", "ray"]
 
 RECOMPUTES: dict[Recomputed, Recompute] = {"none": "none", "full": "all", "stage": "boundaries"}
 
@@ -133,6 +133,8 @@ def command(program: str, strategy: Strategy, engine: EngineName, devices_per_ho
     torchrun --nnodes 2 --rdzv-id 1 --rdzv-backend c10d --rdzv-endpoint HOST_A:29500 --nproc-per-node 8
     """
     train = f'paceline train {program} --strategy "{strategy}"'
+    if engine == "ray":
+        return f"{train} --engine ray:auto  # on the first host of a Ray cluster"
     if engine == "local" or strategy.workers == 1:
         return train
     hosts, left = ceil(strategy.workers / devices_per_host), strategy.workers % devices_per_host
