@@ -173,11 +173,9 @@ class ActorPool:
     def _spread_servers(self, others: int) -> None:
         """Have so many other servers, on this node and those with higher addresses in turn."""
         self.drop(self.others[others:])
-        own = ray.get_runtime_context().get_node_id()
-        nodes = sorted((n["NodeManagerAddress"], n["NodeID"]) for n in ray.nodes() if n["Alive"])
-        in_turn = [node for _, node in nodes]
+        nodes = nodes_in_turn()
         for number in range(len(self.others) + 1, others + 1):
-            node = in_turn[(in_turn.index(own) + number) % len(in_turn)]
+            node = nodes[number % len(nodes)]["NodeID"]
             self.others.append(new_server(NodeAffinitySchedulingStrategy(node, soft=False)))
 
     def _new_replica(self) -> Any:
@@ -186,7 +184,7 @@ class ActorPool:
         Ray 2.60's SPREAD, and its soft affinity, may put three of four actors on one node of two.
         """
         counts = Counter(self._nodes[replica] for replica in self.replicas)
-        cores: dict[str, float] = {n["NodeID"]: n["Resources"].get("CPU", 1.0) for n in ray.nodes() if n["Alive"]}
+        cores: dict[str, float] = {n["NodeID"]: n["Resources"].get("CPU", 1.0) for n in nodes_in_turn()}
         node = next_host(counts, cores)
         # Which node has a free GPU is Ray's to find.
         strategy = "SPREAD" if self._gpus else NodeAffinitySchedulingStrategy(node, soft=False)
@@ -197,6 +195,14 @@ class ActorPool:
         if followers:
             self._followers[handle] = followers
         return handle
+
+
+def nodes_in_turn() -> list[dict[str, Any]]:
+    """Return the nodes that live, by their addresses in turn, this one first: so `paceline plan` expects them."""
+    own = ray.get_runtime_context().get_node_id()
+    nodes = sorted((n for n in ray.nodes() if n["Alive"]), key=lambda n: (n["NodeManagerAddress"], n["NodeID"]))
+    first = [n["NodeID"] for n in nodes].index(own)
+    return [*nodes[first:], *nodes[:first]]
 
 
 def here() -> NodeAffinitySchedulingStrategy:
