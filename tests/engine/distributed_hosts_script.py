@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline import launch, train
-from tests.engine import (
-    programs,
-    served_cases,  # noqa: F401
-)
+from tests.engine import programs
 from tests.engine.distributed_cases import CASES, STEPS, attempt, keep, told
+from tests.engine.served_cases import at_servers
 
 folder = Path(sys.argv[1])
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when the other has died, and a file is to be written
@@ -30,7 +28,7 @@ keep(
         )
     ),
 )
-strategy = "replicas=2 servers=2 aggregation=at-servers"
+strategy = at_servers("replicas=2 servers=2")
 given = CASES["momentum"].program
 keep(folder, "served", train(given, strategy, engine="distributed", progress=False, steps=STEPS).model)
 

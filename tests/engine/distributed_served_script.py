@@ -11,7 +11,7 @@ from paceline import PacelineError, launch, train
 from paceline.comm import recycling
 from tests.engine import programs
 from tests.engine.distributed_cases import keep
-from tests.engine.served_cases import LOCKSTEP, POLICIES, STEPS, TEAMS, program
+from tests.engine.served_cases import LOCKSTEP, POLICIES, STEPS, TEAMS, at_servers, program
 
 folder, what, *words = sys.argv[1:]
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -20,7 +20,7 @@ QUIET: dict[str, Any] = {"engine": "distributed", "progress": False, "evaluate_e
 
 def lockstep() -> None:
     for name, (given, more, _) in LOCKSTEP.items():
-        run = train(given, f"replicas={size} aggregation=at-servers {more}", steps=STEPS, **QUIET)
+        run = train(given, at_servers(f"replicas={size} {more}"), steps=STEPS, **QUIET)
         keep(Path(folder), name, (run.model, run.summary["updates"]))
 
 
@@ -28,7 +28,7 @@ def teams() -> None:
     before = dict(os.environ)
     for more in TEAMS:
         given = program(model=programs.wide, clip_norm=0.5)
-        run = train(given, f"replicas={size // 2} aggregation=at-servers {more}", steps=4, **QUIET)
+        run = train(given, at_servers(f"replicas={size // 2} {more}"), steps=4, **QUIET)
         keep(Path(folder), more, (run.model, len(run.summary["parameter_bytes"])))
     assert dict(os.environ) == before
 
@@ -46,7 +46,7 @@ def compressed() -> None:
 
 def resumed() -> None:
     settings = {**QUIET, "checkpoint": f"{folder}/ckpt"}
-    strategy = f"replicas={size} aggregation=at-servers servers=2"
+    strategy = at_servers(f"replicas={size} servers=2")
     train(program(), strategy, steps=4, **settings)
     run = train(program(), strategy, steps=STEPS, resume=True, **settings)
     keep(Path(folder), "resumed", run.model)

@@ -1,13 +1,13 @@
 """Runs of ranks with servers of A, and a policy that makes them as predictable as one process."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import StepLR
 
-from paceline import Program, register
+from paceline import Program, Strategy
 from paceline.aggregation.synchronous import Synchronous
 from tests.engine import programs
 from tests.engine.distributed_cases import MOMENTUM
@@ -22,7 +22,6 @@ NORMALISED = 1e-9
 """Optimizers that divide a gradient by its own size make its relative error theirs, also where it is nearly zero."""
 
 
-@register("at-servers")
 @dataclass(frozen=True)
 class AtServers(Synchronous):
     """Synchronous, but no collective: servers make the updates."""
@@ -30,6 +29,11 @@ class AtServers(Synchronous):
     @property
     def collective(self) -> None:
         return None
+
+
+def at_servers(text: str) -> Strategy:
+    """A strategy, whose text lacks the policy, with that one, which has no name: the registry is for all tests."""
+    return replace(Strategy.parse(text), aggregation=AtServers())
 
 
 def program(**fields: Any) -> Program:

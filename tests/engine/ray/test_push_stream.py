@@ -209,13 +209,21 @@ def test_a_replica_with_another_stream_is_answered_on_that_alone(
 # ------------------------------------------------------------------------------------------------------------ strangers
 
 
-def connected(server: Server) -> socket.socket:
-    return socket.create_connection(server.address[:2], PATIENCE_S)
+def connected(server: Server, *, local: bool = False) -> socket.socket:
+    if not local:
+        return socket.create_connection(server.address[:2], PATIENCE_S)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(PATIENCE_S)
+    connection.connect(f"\0{server.address.name}")
+    return connection
 
 
+@pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("answer", [b"", b"x", bytes(64), bytes(2000)])
-def test_who_does_not_know_the_token_is_told_nothing(buffers: PushBuffers, server: Server, answer: bytes) -> None:
-    with connected(server) as stranger, contextlib.suppress(ConnectionResetError):
+def test_who_does_not_know_the_token_is_told_nothing(
+    buffers: PushBuffers, server: Server, answer: bytes, local: bool
+) -> None:
+    with connected(server, local=local) as stranger, contextlib.suppress(ConnectionResetError):
         assert len(stranger.recv(32, socket.MSG_WAITALL)) == 32
         stranger.sendall(answer)
         if len(answer) < 64:  # the server waits for the rest
@@ -239,7 +247,7 @@ def test_a_replica_does_not_send_to_who_does_not_know_the_token(buffers: PushBuf
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        there = server.address._replace(port=other.getsockname()[1])
+        there = server.address._replace(port=other.getsockname()[1], name="")
         with pytest.raises(EOFError, match="another process listens"):
             stream_to(there, buffers)
         thread.join(PATIENCE_S)

@@ -1,4 +1,4 @@
-"""A TCP stream from each replica to each server of its run, on which a push and its reply travel.
+"""A stream from each replica to each server of its run, on which a push and its reply travel.
 
 ::
 
@@ -94,18 +94,23 @@ class PushListener:
                     shared = self._map(SegmentAddress(**memory))
                     closing.callback(shared.close)
             await asyncio.get_running_loop().sock_sendall(connection, bytes([shared is not None]))
+            served: tuple[int, int] | None = None
             while True:
-                await self._serve_push(connection, shared)
+                served = await self._serve_push(connection, shared, served)
 
     def _map(self, address: SegmentAddress) -> PushBuffers:
         return PushBuffers(self._part.whole, address, own_bytes=self._own_bytes, workers=self._workers)
 
-    async def _serve_push(self, connection: socket.socket, shared: PushBuffers | None) -> None:
+    async def _serve_push(
+        self, connection: socket.socket, shared: PushBuffers | None, served: tuple[int, int] | None
+    ) -> tuple[int, int]:
+        """Take the next push and answer it; return whose it was, by replica and incarnation; ``served``: the last's."""
         *fields, follows = _COMPLETION.unpack(await wire.received(connection, _COMPLETION.size))
         completion = PushCompletion._make((*fields[:7], Figures._make(fields[7:-1]), fields[-1]))
         if not 0 <= completion.own_bytes <= self._own_bytes:
             raise EOFError("it keeps more than any replica does")
-        self._supersede(completion.replica, completion.incarnation)
+        if (whose := (completion.replica, completion.incarnation)) != served:
+            self._supersede(*whose)
         arrays: Sequence[Bytes] = ()
         if follows and shared is not None:
             arrays = self._part.cut_bytes(shared.arrays(completion))
@@ -113,6 +118,7 @@ class PushListener:
             arrays = await self._received(connection, completion.own_bytes)
         reply = await self._push(completion, (), *arrays, lent=shared is not None)
         await self._reply(connection, reply, shared)
+        return whose
 
     async def _received(self, connection: socket.socket, own_bytes: int) -> list[Bytes]:
         """Return the slice of a Δ, and what the replica keeps."""
