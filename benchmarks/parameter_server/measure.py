@@ -71,16 +71,18 @@ ON_RAY = [(8, 22_000, "sgd"), (2, 22_000, "sgd"), (8, 1_000_000, "sgd"), (4, 25_
 
 
 def on_ray(options: Options) -> None:
-    """Updates a second of Paceline's Ray engine where a Δ costs nothing."""
-    sides = ("stream", "calls", *DESIGNS)
+    """Updates a second of Paceline's Ray engine, and of its ranks under torchrun, where a Δ costs nothing."""
+    sides = ("stream", "calls", *DESIGNS, "ranks")
     columns = ["workers", "parameters", "optimizer", "by streams", "by calls", "Ray, separate", "Ray, merged"]
-    head(f"updates/s, {_how(options)}", *columns, "÷ calls", "÷ separate", "÷ merged")
+    ratios_to = ["÷ calls", "÷ separate", "÷ merged", "÷ torchrun"]
+    head(f"updates/s, {_how(options)}", *columns, "torchrun", *ratios_to)
     for workers, parameters, optimizer in ON_RAY:
         case = {"workers": workers, "parameters": parameters, "optimizer": optimizer, "seconds": options.seconds}
         rounds = alternate(
             options.pairs,
             functools.partial(take, "on_ray:rates", **case),
             functools.partial(take, "ray_server:trivial", **case),
+            functools.partial(take, "on_ranks:rates", **case),
         )
         rates = [middle(rounds, side) for side in sides]
         ratios = [ratio(rounds, side, ours="stream") for side in sides[1:]]
