@@ -14,10 +14,12 @@ from typing import Any
 
 import programs
 import ray
+import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from torch import nn
 from trivial import Trivial
 
-from paceline import launch
+from paceline import Program, launch
 from paceline.engine.ray.engine import RayEngine
 from paceline.replica.base import Batch
 
@@ -32,14 +34,38 @@ def stepping(worker: Any, *, folder: Path) -> None:
     (folder / f"worker-{worker.replica}.json").write_text(json.dumps(ended))
 
 
+def training(worker: Any, *, folder: Path) -> None:
+    """The loop of a replica that computes."""
+    ended = list[float]()
+    try:
+        for batch in worker.batches():
+            worker.step(batch)
+            ended.append(time.monotonic())
+    finally:
+        (folder / f"worker-{worker.replica}.json").write_text(json.dumps(ended))
+
+
+def layers() -> nn.Sequential:
+    """Four layers of 500 × 500, a million parameters, which stages and shards divide evenly."""
+    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(500, 500), nn.ReLU())))
+
+
+def layered() -> Program:
+    """A program that trains them on noise, in batches of 8."""
+    noise = torch.randn(1024, 500, generator=torch.Generator().manual_seed(0))
+    optimizer = functools.partial(torch.optim.SGD, lr=1e-3)
+    return Program(layers, nn.functional.mse_loss, optimizer, (noise, noise), batch_size=8)
+
+
 def paceline(said: argparse.Namespace) -> None:
-    """Asynchronous replicas of Paceline."""
+    """Replicas of Paceline: asynchronous ones without a model, or such as ``--more`` says with one."""
     sizes = f"replicas={said.workers} servers={said.servers} compression={said.compression}"
-    strategy = f"{sizes} threads=1 aggregation=asynchronous"
+    strategy = f"{sizes} threads=1 {said.more or 'aggregation=asynchronous'}"
     settings: dict[str, Any] = {"seconds": said.seconds, "evaluate_every": 1e6, "progress": False, "timeout_s": 120.0}
-    loop = functools.partial(stepping, folder=said.folder)
+    program = layered() if said.more else programs.trivial(said.parameters, "sgd")
+    loop = functools.partial(training if said.more else stepping, folder=said.folder)
     with RayEngine(said.address) as engine:
-        launch(loop, programs.trivial(said.parameters, "sgd"), strategy, engine=engine, **settings)
+        launch(loop, program, strategy, engine=engine, **settings)
 
 
 def ray_pattern(said: argparse.Namespace) -> None:
@@ -78,6 +104,7 @@ def main() -> None:
     for name in ("workers", "servers", "parameters"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--compression", default="none")
+    parser.add_argument("--more", default="", help="words of the strategy")
     parser.add_argument("--seconds", type=float, required=True)
     said = parser.parse_args()
     SIDES[said.side](said)

@@ -37,7 +37,10 @@ INHERITED = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)
 FIRST_STEPS = 2
 """Steps of each worker before those that count."""
 
-KEYS = ("side", "mbit", "hosts", "apart", "workers", "servers", "parameters", "round", "compression")
+KEYS = ("side", "mbit", "hosts", "apart", "workers", "servers", "parameters", "round", "compression", "more")
+
+FORMS, POLICIES = ("", "stages=2 micro_batches=2", "shards=2"), ("asynchronous", "smooth-switch:every=50")
+"""Of replicas that compute."""
 
 SIZES, SERVERS, COMPRESSIONS = (22_000, 1_000_000, 25_000_000), (1, 2, 4), ("fp16", "top-k:ratio=0.01")
 
@@ -56,6 +59,7 @@ class Case:
         parameters: of A.
         round: number of the repetition.
         compression: of what is pushed.
+        more: words of the strategy, for replicas that compute; empty: they are asynchronous, and compute nothing.
     """
 
     side: str
@@ -67,6 +71,7 @@ class Case:
     parameters: int
     round: int
     compression: str = "none"
+    more: str = ""
 
     @property
     def seconds(self) -> float:
@@ -93,7 +98,7 @@ def measured(case: Case, seconds: float | None = None) -> dict[str, float]:
             words = [sys.executable, str(HERE / "driver.py"), case.side, "--address", ADDRESS, "--folder", folder]
             words += ["--workers", str(case.workers), "--servers", str(case.servers)]
             words += ["--parameters", str(case.parameters), "--seconds", str(seconds)]
-            words += ["--compression", case.compression]
+            words += ["--compression", case.compression, "--more", case.more]
             process = subprocess.Popen(in_host(names[0], *words), env=environment)
             samples = list[tuple[float, int]]()
             while process.poll() is None:
@@ -153,6 +158,12 @@ def cases(rounds: int) -> list[Case]:
             found += [Case("paceline", workers=4, servers=4, compression=text, **together) for text in COMPRESSIONS]
             found += [Case("ray", workers=4, servers=1, **together), Case("gloo", workers=4, servers=0, **together)]
             found += [Case("paceline", workers=8, servers=4, **together)]
+        computing = {"mbit": 1000, "hosts": 4, "apart": False, "parameters": 1_002_000, "round": number}
+        found += [
+            Case("paceline", workers=4, servers=4, more=f"{form} aggregation={policy}".strip(), **computing)
+            for form in FORMS
+            for policy in POLICIES
+        ]
         apart = {"mbit": 200, "hosts": 8, "apart": True, "parameters": 5_000_000, "round": number}
         found += [Case("paceline", workers=8, servers=servers, **apart) for servers in SERVERS]
         found.append(Case("ray", workers=8, servers=1, **apart))
@@ -166,9 +177,10 @@ def page(sheet: Sheet, folder: Path) -> None:
     raw = {k: median(float(r["sent_bytes_per_s"]) for r in rows) for k, rows in grouped(sheet, "sockets").items()}
     for title, key in TITLES.items():
         rows = list[tuple[object, ...]]()
-        for (side, parameters, workers, servers, compression), found in rows_of(sheet, key).items():
+        for (side, parameters, workers, servers, compression, more), found in rows_of(sheet, key).items():
             rate, sent, each = (median(float(row[name]) for row in found) for name in FIGURES)
-            name = side if compression == "none" else f"{side}, {compression}"
+            told = [side, *([] if compression == "none" else [compression]), *([f"`{more}`"] if more else [])]
+            name = ", ".join(told)
             carried = f"{sent / raw[key]:.2f}" if key in raw else ""
             mb = f"{each / 1e6:.3g}"
             rows.append(
@@ -210,8 +222,9 @@ share this machine's cores, which also move every byte of every link.
 
 `ray` is Ray's own pattern, one actor that answers each push with A by the object store; `gloo` is an all-reduce of
 all ranks' gradients in lockstep, of which each round applies as many. A worker on a server's own host shares its
-memory, and with one server makes most updates by itself; where workers are apart none does. Bytes are those that all
-hosts have sent, by their interfaces (Gloo: by the ring's formula); of raw sockets: beside what these sent in a ring
+memory, and with one server makes most updates by itself; where workers are apart none does. Rows with a strategy are
+replicas that compute: four layers of 500 × 500, batches of 8, each worker of a replica a process. Bytes are those that
+all hosts have sent, by their interfaces (Gloo: by the ring's formula); of raw sockets: beside what these sent in a ring
 over the same links, all at the same time. Medians of the rounds.
 [What the planner predicts of such hosts](../planner/hosts.md) is another page."""
 
@@ -219,7 +232,7 @@ HEAD = (
     *("", "parameters", "workers", "servers", "Δs applied a second", "MB sent for each"),
     *("MB/s on all links", "of raw sockets", "rounds"),
 )
-DIFFER = ("side", "parameters", "workers", "servers", "compression")
+DIFFER = ("side", "parameters", "workers", "servers", "compression", "more")
 FIGURES = ("updates_per_s", "sent_bytes_per_s", "sent_bytes_per_update")
 TITLES = {
     "Four hosts of 1 Gbit/s, a worker on each": ("1000", "4", "False"),

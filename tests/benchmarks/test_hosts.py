@@ -31,7 +31,7 @@ def test_the_page_has_medians_beside_raw_sockets(load: Load, tmp_path: Path) -> 
     def put(side: str, number: int, sent: float, **values: Any) -> None:
         common = {"mbit": 1000, "hosts": 4, "apart": False, "workers": 4, "servers": 4, "parameters": 25}
         figures = {"updates_per_s": sent / 2, "sent_bytes_per_s": sent * 1e6, "sent_bytes_per_update": 2e6}
-        row = common | {"round": number, "compression": "none"} | values | {"side": side} | figures
+        row = common | {"round": number, "compression": "none", "more": ""} | values | {"side": side} | figures
         sheet.put(row | MACHINE)
 
     for number, sent in enumerate((10, 30, 20)):
