@@ -51,6 +51,19 @@ def update_rule(program: Program, policy: Aggregation[Any]) -> UpdateRule:
     return partial(torch.optim.SGD, **asdict(rule)), None
 
 
+# Parameters of a slice of A from which on a server on another host is worth its messages (benchmarks/hosts).
+LEAST_SLICE_BYTES = 4 << 20
+
+
+def usual_servers(hosts: int, parameter_bytes: int) -> int:
+    """Return how many servers there are where nobody says: as many as hosts, as far as each has enough of A.
+
+    >>> usual_servers(4, 100 << 20), usual_servers(4, 9 << 20), usual_servers(4, 1000)
+    (4, 2, 1)
+    """
+    return min(hosts, max(1, parameter_bytes // LEAST_SLICE_BYTES))
+
+
 def server_slices(context: RunContext, layout: FlatLayout, servers: int) -> list[FlatSlice]:
     """Return the slices of A, of this layout, that so many servers have."""
     make, _ = update_rule(context.job.program, context.policy)

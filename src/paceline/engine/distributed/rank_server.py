@@ -1,4 +1,4 @@
-"""Servers of A in threads of the first ranks, for policies under which replicas do not all make one update together.
+"""Servers of A in threads of ranks, for policies under which replicas do not all make one update together.
 
 ::
 
@@ -68,12 +68,13 @@ class FirstServer(RankHost):
         address: of the interface that it listens at.
         job: what is run.
         names: of the ranks, for messages.
+        servers: ranks with servers.
         watch: receives progress, in the thread of the server.
     """
 
-    def __init__(self, address: str, job: Job, names: Sequence[str], watch: Watcher) -> None:
+    def __init__(self, address: str, job: Job, names: Sequence[str], servers: Sequence[int], watch: Watcher) -> None:
         super().__init__(address, job)
-        self._names, self._watch = names, watch
+        self._names, self._servers, self._watch = names, servers, watch
         self._callers: dict[int, Caller] = {}
         self._left: set[int] = set()
         """Ranks that have ended, or are no more."""
@@ -82,7 +83,7 @@ class FirstServer(RankHost):
         self._signals: list[str] = []
         self._spans: list[Span] = []
         self._measured: dict[Coordinate, WorkerMeasurements] = {}
-        self._insisted, self._servers = False, 1
+        self._insisted = False
         self._told = 0
         self._changed = asyncio.Condition()
         self._opened, self._begun = asyncio.Event(), False
@@ -104,7 +105,6 @@ class FirstServer(RankHost):
         """Open the run at all servers, and begin it once all replicas are ready."""
         mesh = self._prepared.strategy.mesh
         leaders = [_Told(self._callers, mesh.replica_ranks(replica).start) for replica in range(mesh.replicas)]
-        self._servers = 1 + len(others)
         try:
             await self.open(RUN, leaders, None, others)
             self._control = asyncio.ensure_future(self._watch_run())
@@ -240,7 +240,7 @@ class FirstServer(RankHost):
             return
         self._lost.add(replica)
         self._left.update(ranks)
-        self._taken.update(rank for rank in ranks if rank >= self._servers)
+        self._taken.update(set(ranks).difference(self._servers))
         if not self._begun:
             self._fail(WorkerError(f"replica {replica} ended while it started: {reason}"))
         elif self._prepared.on_death == "stop" and run.training:

@@ -8,6 +8,7 @@ import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from paceline.engine.server.replica_group import Gang, follow, lead
 from paceline.engine.server.served_replica import on_servers_clock, run_replica
 from paceline.engine.server.server_link import ServerLinks
 from paceline.engine.server.wire import StreamAddress
+from paceline.engine.server_optimizer import usual_servers
 from paceline.engine.spmd.process_group import LaunchEnv, own_address
 from paceline.engine.spmd.rank_context import RankContext, open_rank_context
 from paceline.engine.spmd.replica_group import PeerExited
@@ -104,15 +106,24 @@ class ServedRank:
             check_job(job, digest, context)
             if job.strategy.spread:
                 self._gang = self._gang_of(context)
-            if world.rank < (job.strategy.servers or 1):
+            servers = self._server_ranks(context)
+            if world.rank in servers:
                 address = own_address(world)
-                self._thread = ServerThread(functools.partial(self._new_server, context, address), address)
+                self._thread = ServerThread(functools.partial(self._new_server, context, servers, address), address)
                 self._closing.callback(self._thread.close)
             if world.rank == 0:
                 self._list_workers(context)
             found: Sequence[StreamAddress | None]
             found = context.gather(None if self._thread is None else self._thread.address, "the others' servers")
-            return [address for address in found if address is not None]
+            return [address for rank in servers if (address := found[rank]) is not None]
+
+    def _server_ranks(self, context: RankContext) -> Sequence[int]:
+        """Return the ranks with servers: the first of each host in turn, then the second of each."""
+        hosts = dict[str, list[int]]()
+        for peer in context.registry.peers:
+            hosts.setdefault(peer.kernel, []).append(peer.rank)
+        in_turn = [rank for each in zip_longest(*hosts.values()) for rank in each if rank is not None]
+        return in_turn[: self._job.strategy.servers or usual_servers(len(hosts), self._layout.parameter_bytes)]
 
     def _gang_of(self, context: RankContext) -> Gang:
         """Return the workers of this rank's replica, which are on one host; all ranks call it together."""
@@ -133,10 +144,10 @@ class ServedRank:
         tokens = context.gather(secrets.token_hex(16), "the others' replicas")
         return Gang(self._job, self._replica, tokens[mesh.replica_ranks(self._replica).start])
 
-    def _new_server(self, context: RankContext, address: str) -> RankHost:
+    def _new_server(self, context: RankContext, servers: Sequence[int], address: str) -> RankHost:
         if self._world.rank:
             return RankHost(address, self._job)
-        return FirstServer(address, self._job, [str(peer) for peer in context.registry.peers], self._watch)
+        return FirstServer(address, self._job, [str(peer) for peer in context.registry.peers], servers, self._watch)
 
     def _list_workers(self, context: RankContext) -> None:
         mesh = self._job.strategy.mesh

@@ -32,15 +32,13 @@ from paceline.engine.run_context import first_state
 from paceline.engine.scaling import ScaleRequests, fitting, scaling_files
 from paceline.engine.server import messages
 from paceline.engine.server.replica_group import Gang, with_workers
+from paceline.engine.server_optimizer import usual_servers
 from paceline.engine.worker_metrics import training_spans, update_workers_file, workers_file
 from paceline.replica.flat_state import write
 from paceline.trace.spans import Span
 
 # Time in which actors may finish when a run is over, so that the next run can use them again.
 GRACE_S: Seconds = 5.0
-
-# Parameters of a slice of A from which on a server on another host is worth its messages (benchmarks/hosts).
-LEAST_SLICE_BYTES = 4 << 20
 
 # Period at which main looks for nodes that came or went, where replicas do so, too.
 ROOM_S: Seconds = 2.0
@@ -93,7 +91,7 @@ class RayRun:
         self._requests = ScaleRequests(job.out, job.strategy)
         self._room = fitting(job.strategy, cluster.cores())
         """How many replicas the cluster has had room for."""
-        usual = min(cluster.hosts, max(1, self._layout.parameter_bytes // LEAST_SLICE_BYTES))
+        usual = usual_servers(cluster.hosts, self._layout.parameter_bytes)
         self._servers = 1 if job.strategy.standby else job.strategy.servers or usual
         self._looked_s = self._measured_s = 0.0
         """When main last looked for requests; and for nodes that came or went."""
