@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from paceline.comm.shared_memory import SpillAllocator
 from paceline.core.errors import InputError
@@ -18,7 +20,9 @@ from paceline.replica.capture.input_spec import batch_size, flatten_tree, named_
 from paceline.replica.module_utils import preserve_state, preserve_tensors, tensors_of
 
 
-def gradient_difference(expected: Tensor | None, actual: Tensor | None, ulps: float, scale: float) -> str:
+def gradient_difference(
+    expected: Tensor | None, actual: Tensor | None, ulps: float, scale: float, eps: float = 0.0
+) -> str:
     """Return :func:`difference` of gradients, of which each may be missing: then it is 0. An actual 0 has no scale."""
     if expected is None or actual is None:
         only = expected if actual is None else actual
@@ -27,10 +31,10 @@ def gradient_difference(expected: Tensor | None, actual: Tensor | None, ulps: fl
         return (
             f"is {'missing' if actual is None else 'there'}, where the model has {'one' if actual is None else 'none'}"
         )
-    return difference(expected, actual, ulps, scale if actual.count_nonzero() else 0.0)
+    return difference(expected, actual, ulps, scale if actual.count_nonzero() else 0.0, eps)
 
 
-def difference(expected: Tensor, actual: Tensor, ulps: float, scale: float) -> str:
+def difference(expected: Tensor, actual: Tensor, ulps: float, scale: float, eps: float = 0.0) -> str:
     """Return in words how far two tensors are apart; empty where it is within ``ulps`` units of the last place.
 
     Args:
@@ -38,6 +42,8 @@ def difference(expected: Tensor, actual: Tensor, ulps: float, scale: float) -> s
         actual: the other.
         ulps: how many.
         scale: an element that defines it instead, if it is larger.
+        eps: relative distance of two numbers of the lowest precision that they were computed with, if that is not
+            their own.
     """
     if expected.shape != actual.shape or expected.dtype != actual.dtype:
         return f"is {tuple(actual.shape)} of {actual.dtype} instead of {tuple(expected.shape)} of {expected.dtype}"
@@ -45,7 +51,7 @@ def difference(expected: Tensor, actual: Tensor, ulps: float, scale: float) -> s
         return ""
     if not (expected.is_floating_point() or expected.is_complex()):
         return f"differs in {int((expected != actual).sum())} of its {expected.numel()} elements"
-    allowed = ulps * torch.finfo(expected.dtype).eps * max(largest(expected), scale)
+    allowed = ulps * max(torch.finfo(expected.dtype).eps, eps) * max(largest(expected), scale)
     if torch.isclose(expected, actual, rtol=0.0, atol=allowed, equal_nan=True).all():
         return ""
     gap = float((expected - actual).abs().max())
@@ -96,7 +102,10 @@ def check(
             parameter k names, their k gradients may be added in another order; each addition then differs by at most
             one unit, which propagates: 32 leave room for that. Versions that sum in another order, as shards do, need
             more, and say why. (Gradients below as many units of the largest of all gradients are noise: that of a bias
-            before a normalisation, which is 0.)
+            before a normalisation, which is 0. So are what a buffer is written, beside what is written into others of
+            its module: a running mean of 0 beside the variance.) Where the model computes something in a lower
+            precision than its own, a norm in float32 in a float64 model say, a difference in the last place there
+            becomes one of that precision: then units are its.
         of_inputs: whether gradients of the input are compared as well, or of which of its leaves; shards don't compute
             them.
         training: whether the mode is training, rather than evaluation.
@@ -110,16 +119,22 @@ def check(
         """Raise InputError where the two differ; return the model's own exception, if it raises one."""
         spill = SpillAllocator()
         try:
-            expected = _results(
-                module, partial(call, module), lambda: tensors_of(module), inputs, of_inputs, lambda _, g: spill.kept(g)
-            )
+            with _FloatingTypes() as types:
+                expected = _results(
+                    module,
+                    partial(call, module),
+                    lambda: tensors_of(module),
+                    inputs,
+                    of_inputs,
+                    lambda _, g: spill.kept(g),
+                )
         except Exception as error:
             return error  # the model itself can't take so few samples
         count = f"{batch_size(inputs)} samples"
-        scale = max(map(largest, expected.gradients.values()), default=0.0)
+        scale, eps = max(map(largest, expected.gradients.values()), default=0.0), types.eps
 
         def compare_gradient(name: str, gradient: Tensor) -> str:
-            return gradient_difference(expected.gradients.get(name), gradient, ulps, scale)
+            return gradient_difference(expected.gradients.get(name), gradient, ulps, scale, eps)
 
         try:
             actual = _results(module, run, named, inputs, of_inputs, compare_gradient)
@@ -130,7 +145,7 @@ def check(
                 f"the {description} of {name} fails on {count}, which the model itself takes: "
                 f"{type(error).__name__}: {error}; change that, or {WAYS_OUT}"
             ) from error
-        if found := expected.first_difference(actual, ulps):
+        if found := expected.first_difference(actual, ulps, eps):
             raise InputError(
                 f"the {description} of {name} does not do what the model does: with {count} {found}; change that, or "
                 f"{WAYS_OUT}"
@@ -158,15 +173,17 @@ class _Results:
 
     Args:
         gradients: what is kept of each: of all at once there may be more than there is memory for.
+        written: names of the buffers that the run has changed.
         functions: the model's own autograd Functions that its backward goes through.
     """
 
     outputs: Mapping[str, Tensor]
     gradients: Mapping[str, Any]
     buffers: Mapping[str, Tensor]
+    written: Collection[str]
     functions: tuple[str, ...]
 
-    def first_difference(self, actual: "_Results", ulps: float) -> str:
+    def first_difference(self, actual: "_Results", ulps: float, eps: float) -> str:
         """Return in words the first thing that differs, and the likely reason; empty where nothing does."""
         reason = (
             "forward decides by values, or by what it left in an attribute the last time, which a graph does not see"
@@ -174,7 +191,7 @@ class _Results:
         if len(self.outputs) != len(actual.outputs):
             return f"there are {len(actual.outputs)} output tensors where the model has {len(self.outputs)}; {reason}"
         for name, value in self.outputs.items():
-            if text := difference(value, actual.outputs[name], ulps, 0.0):
+            if text := difference(value, actual.outputs[name], ulps, 0.0, eps):
                 return f"{name} {text}; {reason}"
         reason = "a hook on backward, or a value that forward takes from .data or .item(), is not in a graph as it is"
         if self.functions:
@@ -191,9 +208,42 @@ class _Results:
             "a graph keeps what forward writes into a buffer (self.b.copy_(...)), not what it assigns (self.b = ...)"
         )
         for name, value in self.buffers.items():
-            if text := difference(value, actual.buffers[name], ulps, 0.0):
+            if text := difference(value, actual.buffers[name], ulps, self._scale(name), eps):
                 return f"{name} {text}; {reason}"
         return ""
+
+    def _scale(self, name: str) -> float:
+        """Return the largest element of what the run wrote into this buffer's module; 0 where it left this one."""
+        if name not in self.written:
+            return 0.0
+        module = name.rpartition(".")[0]
+        beside = (self.buffers[other] for other in self.written if other.rpartition(".")[0] == module)
+        return max((largest(buffer) for buffer in beside if buffer.is_floating_point()), default=0.0)
+
+
+class _FloatingTypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the floating types of all that is computed while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._found = set[torch.dtype]()
+
+    @property
+    def eps(self) -> float:
+        """Relative distance of two numbers of the lowest precision."""
+        return max((torch.finfo(dtype).eps for dtype in self._found), default=0.0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tree_map_only(Tensor, self._note, result)
+        return result
+
+    def _note(self, tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            self._found.add(tensor.dtype)
+        return tensor
 
 
 def _results(
@@ -209,6 +259,7 @@ def _results(
     buffers = [name for name, _ in module.named_buffers()]
     torch.clear_autocast_cache()  # of weights that another run has cast, whose backward is done
     running = {name: tensors[name] for name in buffers if name in tensors}
+    before = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     with preserve_tensors(module, running, seed=_SEED):
         sources = {f"parameter {name!r}": t for name, t in tensors.items() if t.requires_grad}
         places = iter(enumerate(place for place, _ in named_leaves(inputs)))
@@ -229,6 +280,7 @@ def _results(
             {f"output {index}": t.detach().clone() for index, t in enumerate(outputs)},
             _gradients(outputs, sources, keep),
             {f"buffer {name!r}": after[name].detach().clone() for name in buffers},
+            [f"buffer {name!r}" for name in buffers if not torch.equal(after[name], before[name])],
             tuple(_own_functions(outputs)),
         )
 
