@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kit.hosts import address, hosts, why_not
 from kit.machine import described, machine
-from kit.sheet import Sheet
+from kit.sheet import Row, Sheet
 from kit.words import grid
 
 from paceline import train
@@ -93,14 +93,7 @@ def over(side: str, mbit: float, steps: int = LINK_STEPS) -> dict[str, float]:
 def page(loss: Sheet, link: Sheet, folder: Path) -> None:
     """Write README.md from the rows."""
     names = {f"{OWN} aggregation={policy}": name for name, policy in POLICIES.items()} | {"ddp": "DDP"}
-    plain = [float(row["test_loss"]) for row in loss.rows if row["side"] == "synchronous"]
-    rows = []
-    for name, policy in POLICIES.items():
-        found = [float(row["test_loss"]) for row in loss.rows if row["side"] == name]
-        if found:
-            beside = f"{median(found) - median(plain):+.4f}"
-            rows.append((name, f"`{policy}`", f"{median(found):.4f}", beside, len(found)))
-    tables = [grid(("", "policy", "test loss, median", "beside synchronous", "seeds"), rows)]
+    tables = [loss_table(loss.rows)]
     for mbit in MBITS:
         at = [row for row in link.rows if row["mbit"] == str(mbit)]
         base = median([float(row["step_s"]) for row in at if names[row["side"]] == "synchronous"] or [float("nan")])
@@ -116,6 +109,23 @@ def page(loss: Sheet, link: Sheet, folder: Path) -> None:
     where = f"Machine: {described([*loss.rows, *link.rows])}."
     text = "\n\n".join([HEAD, tables[0], *([LINKS, *tables[1:]] if tables[1:] else []), where])
     (folder / "README.md").write_text(text + "\n", encoding="utf-8")
+
+
+def loss_table(rows: Sequence[Row]) -> str:
+    """Return medians over the seeds: of the loss, and of its distance from that of synchronous with the same data."""
+    plain = {row["seed"]: float(row["test_loss"]) for row in rows if row["side"] == "synchronous"}
+    lines = []
+    for name, policy in POLICIES.items():
+        found = {row["seed"]: float(row["test_loss"]) for row in rows if row["side"] == name and row["seed"] in plain}
+        if found:
+            beside = [loss - plain[seed] for seed, loss in found.items()]
+            cells = (
+                f"{median(found.values()):.4f}",
+                f"{median(beside):+.4f}",
+                f"{min(beside):+.4f} to {max(beside):+.4f}",
+            )
+            lines.append((name, f"`{policy}`", *cells, len(found)))
+    return grid(("", "policy", "test loss, median", "beside synchronous, median", "of all seeds", "seeds"), lines)
 
 
 HEAD = f"""# Local steps

@@ -28,7 +28,7 @@ def test_the_page_has_medians_and_ratios(load: Load, tmp_path: Path) -> None:
         link.put({"side": words, "mbit": 100, "round": 0, "step_s": seconds, "payload_bytes": 2**21} | MACHINE)
     measure.page(loss, link, tmp_path)
     text = (tmp_path / "README.md").read_text("utf-8")
-    assert f"| DiLoCo | `{policies['DiLoCo']}` | 1.7500 | +0.2500 | 3 |" in text
+    assert f"| DiLoCo | `{policies['DiLoCo']}` | 1.7500 | +0.2500 | +0.0000 to +0.2500 | 3 |" in text
     assert "| DiLoCo | 50.0 | 10.0 | 2.00 | 1 |" in text
 
 
