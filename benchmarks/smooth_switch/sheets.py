@@ -15,7 +15,7 @@ Row = dict[str, Any]
 def write_table(study: Study, table: Table, folder: Path) -> None:
     """``table_N.csv``, an entry a row, and ``table_N_runs.csv``, a run a row."""
     write(folder / f"table_{table.number}.csv", list(_entries(study, table)))
-    write(folder / f"table_{table.number}_runs.csv", list(_runs(study, table)))
+    write(folder / f"table_{table.number}_runs.csv", list(runs(study, table)))
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
@@ -56,11 +56,13 @@ def _entries(study: Study, table: Table) -> Iterator[Row]:
         } | _setting(study, table)
 
 
-def _runs(study: Study, table: Table) -> Iterator[Row]:
+def runs(study: Study, table: Table) -> Iterator[Row]:
+    """The means of every run, and what it had of the host's cores where that was measured."""
     for configuration in table.configurations:
         for algorithm, results in study.results(configuration).items():
             for number, result in enumerate(results):
                 means = {metric: f"{getattr(result, metric):.6g}" for metric in METRICS}
                 counts = {"updates": result.updates, "gradients": result.gradients, "diverged": result.diverged}
                 head = {"label": configuration.label, "algorithm": algorithm, "round": number}
-                yield head | means | counts | _setting(study, table)
+                usage = {name: f"{value:.4g}" for name, value in result.usage.items()}
+                yield head | means | counts | usage | _setting(study, table)
