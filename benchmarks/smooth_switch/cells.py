@@ -122,6 +122,12 @@ class Store:
             self._read[cell] = Result(**json.loads(self._path(cell).read_text())["result"])
         return self._read[cell]
 
+    def forget(self, cells: Iterable[Cell]) -> None:
+        """Remove these runs, which have been made."""
+        for cell in cells:
+            self._read.pop(cell, None)
+            self._path(cell).unlink()
+
     def make(self, cells: Iterable[Cell], processes: int, what: str = "runs") -> None:
         """Make the runs that have not been made; Ctrl-C keeps those that are complete."""
         missing = [cell for cell in dict.fromkeys(cells) if not self.known(cell)]

@@ -4,6 +4,7 @@ A run is made once and kept in the cache; Ctrl-C ends cleanly, and the same comm
 """
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -58,6 +59,13 @@ def parser() -> argparse.ArgumentParser:
         type=_positive,
         metavar="N",
         help="of A, with --engine ray; repeatable",
+    )
+    how.add_argument(
+        "--other-cores",
+        type=float,
+        default=math.inf,
+        metavar="C",
+        help="with --servers: make runs again, once, in which other programs had more than C cores",
     )
     how.add_argument("--assume", default="defaults", metavar="TEXT", help='such as "combine=mean hold=false"')
     how.add_argument("--rounds", type=_positive, default=ROUNDS)
@@ -190,6 +198,8 @@ def refuse(said: argparse.Namespace) -> None:
         )
     if said.servers and not said.table:
         raise InputError(f"--servers {said.servers[0]} is for tables alone; write --table 1 too.")
+    if said.other_cores < math.inf and not said.servers:
+        raise InputError(f"--other-cores {said.other_cores:g} is for runs with --servers N alone; write that too.")
     if said.points and said.engine == VIRTUAL:
         raise InputError(f"--points {said.points}: virtual time has the tables' own; write --engine {RAY} or leave it.")
 
@@ -198,9 +208,12 @@ def compare_servers(said: argparse.Namespace, study: Study, data: dict[str, Path
     """Tables with each number of servers, in turn, and their sheet."""
     tables = [TABLES[number] for number in chosen(said.table, TABLES)]
     studies = [replace(study, servers=servers) for servers in sorted({*said.servers})]
-    make(study.store, list(ray_servers.in_turn(studies, tables)), data, said.processes)
+    cells = list(ray_servers.in_turn(studies, tables))
+    make(study.store, cells, data, said.processes)
+    study.store.forget(ray_servers.disturbed(studies, tables, said.other_cores))
+    make(study.store, cells, data, said.processes)
     path = folder(said, study) / ray_servers.SHEET
-    sheets.write(path, list(ray_servers.rows(studies, tables)))
+    sheets.write(path, list(ray_servers.rows(studies, tables, said.other_cores)))
     print(path)
 
 

@@ -145,4 +145,4 @@ def snapshot(processes: Iterable[Mapping[str, Any]]) -> Snapshot:
 
 def _processor_s(pid: int) -> Seconds:
     times = psutil.Process(pid).cpu_times()
-    return times.user + times.system
+    return float(times.user + times.system)

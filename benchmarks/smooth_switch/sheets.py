@@ -57,12 +57,11 @@ def _entries(study: Study, table: Table) -> Iterator[Row]:
 
 
 def runs(study: Study, table: Table) -> Iterator[Row]:
-    """The means of every run, and what it had of the host's cores where that was measured."""
+    """The means of every run."""
     for configuration in table.configurations:
         for algorithm, results in study.results(configuration).items():
             for number, result in enumerate(results):
                 means = {metric: f"{getattr(result, metric):.6g}" for metric in METRICS}
                 counts = {"updates": result.updates, "gradients": result.gradients, "diverged": result.diverged}
                 head = {"label": configuration.label, "algorithm": algorithm, "round": number}
-                usage = {name: f"{value:.4g}" for name, value in result.usage.items()}
-                yield head | means | counts | usage | _setting(study, table)
+                yield head | means | counts | _setting(study, table)

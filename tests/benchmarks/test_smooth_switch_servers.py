@@ -1,8 +1,10 @@
-"""Tables with several servers of A: the order of the runs, and processor time, from made-up figures."""
+"""Tables with several servers of A: the order of the runs, the arithmetic, and the page, from made-up figures."""
 
 import json
+import math
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,16 @@ USAGE = {
 def studies(load: Load, store: Any = None, rounds: int = 2) -> list[Any]:
     options = {"rounds": rounds, "engine": "ray", "seconds": 10.0, "points": 5}
     return [load("study").Study(store, servers=servers, **options) for servers in (1, 4)]
+
+
+def rows_of(differences: dict[str, list[float]]) -> list[dict[str, str]]:
+    """Rows of one table and one number of servers; asynchronous training has 50 points and one more each round."""
+    return [
+        {"label": label, "algorithm": algorithm, "round": str(number), "test_accuracy": str(50 + number + gain)}
+        for label, values in differences.items()
+        for number, difference in enumerate(values)
+        for algorithm, gain in (("synchronous", -9.0), ("asynchronous", 0.0), ("smooth-switch", difference))
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------- the runs
@@ -123,12 +135,65 @@ def test_a_meter_of_a_run_that_never_began_has_nothing(load: Load) -> None:
     assert meter.usage == {}
 
 
+# --------------------------------------------------------------------------------------------- the arithmetic, the page
+
+
+def test_gains_are_paired_by_round(load: Load) -> None:
+    # Together 1.5, 2 and 2.5: t(0.975, 2) · 0.5 / √3 = 1.2421.
+    gains = load("ray_servers").Gains.of(rows_of({"a": [1, 2, 3], "b": [2, 2, 2]}), "test_accuracy")
+    (first, _), (second, none), (together, half_width) = gains.columns()
+    assert (first, second, none, together) == pytest.approx((2, 2, 0, 2))
+    assert half_width == pytest.approx(1.2421, abs=1e-4)
+
+
+def test_gains_are_subtracted_round_by_round(load: Load) -> None:
+    few, many = (
+        load("ray_servers").Gains.of(rows_of(found), "test_accuracy") for found in ({"a": [1, 5]}, {"a": [2, 6]})
+    )
+    (mean, half_width), _ = many.minus(few).columns()
+    assert (mean, half_width) == pytest.approx((1, 0))
+
+
+def test_loads_are_means_by_the_second(load: Load) -> None:
+    row = {"gradients": "200", "updates": "100", "seconds": "10", "test_accuracy": "50", "last_threshold": "3"}
+    measured = row | {name: str(value) for name, value in USAGE.items()}
+    found = load("ray_servers").Load.of([measured, measured | {"gradients": "300"}])
+    assert (found.gradients, found.updates, found.accuracy, found.threshold) == (25, 10, 50, 3)
+    assert found.server_s == pytest.approx(0.5 / 25)
+    assert math.isnan(load("ray_servers").Load.of([row | dict.fromkeys(USAGE, "")]).server_s)
+
+
+def test_the_page_has_both_numbers_of_servers(load: Load, tmp_path: Path) -> None:
+    cells, out = load("cells"), tmp_path / "out"
+    store = cells.Store(tmp_path / "cache", {})
+    for cell in load("ray_servers").in_turn(studies(load, store), [load("protocol").TABLES[1]]):
+        gain = cell.servers * ("smooth" in cell.policy)
+        curve = {"threshold": [1.0, 7.5]}
+        result = cells.Result(70.0 + gain + cell.round / 10 * gain, 1.0, 1.0, 10, 20, curve, usage=USAGE)
+        (tmp_path / "cache" / f"{cell.name}.json").write_text(
+            json.dumps({"cell": asdict(cell), "result": asdict(result)})
+        )
+    where = ("--cache", str(tmp_path / "cache"), "--out", str(out))
+    options = "--engine ray --servers 4 --servers 1 --table 1 --rounds 2 --seconds 10 --points 5 --other-cores 0.125"
+    assert load("measure").main([*options.split(), *where]) == 0
+    assert load("measure").main(["--page", *where]) == 0
+    page = (out / "README.md").read_text(encoding="utf-8")
+    # Gains of 1 and 1.1, and of 4 and 4.4: t(0.975, 1) · 0.0707 / √2 = 0.635, and so on.
+    assert f"| test accuracy, points | 1 | {' | '.join(5 * ['+1.050 ± 0.635'])} |" in page
+    assert f"| test accuracy, points | 4 less 1 | {' | '.join(5 * ['+3.150 ± 1.906'])} |" in page
+    assert "| 1 | 4 | asynchronous | 70.00 | 2 | 1 | 7.5 | 40 % | 30 % | 0.50 | 1.25 | 0.12 | 250.00 |" in page
+    assert "load average before a run: 9.0 to 9.0" in page
+    assert "other programs had more than 0.125 cores were made again" in page
+    assert f"{options.replace('--servers 4 --servers 1', '--servers 1 --servers 4')} --data DATA" in page
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         ("--table 1 --servers 4", "--servers 4: the virtual engine has no servers to choose; write --engine ray too"),
         ("--table 1 --servers 4 --engine local", "the local engine has no servers to choose; write --engine ray too"),
         ("--page --servers 4 --engine ray", "--servers 4 is for tables alone; write --table 1 too"),
+        ("--table 1 --other-cores 0.5", "--other-cores 0.5 is for runs with --servers N alone; write that too"),
         ("--table 3 --points 5", "--points 5: virtual time has the tables' own"),
     ],
 )
