@@ -39,16 +39,20 @@ def _how(rows: Sequence[Kept]) -> str:
     options += [f"--rounds {first['rounds']} --seconds {first['seconds']} --points {first['points']}"]
     limit = float(first["other_cores_limit"])
     options += [f"--other-cores {limit:g}"] if isfinite(limit) else []
-    again = f" Runs of these two in which other programs had more than {limit:g} cores were made again, once."
+    again = (
+        f" Runs of these two in which other programs had more than {limit:g} cores were made again, once, at another "
+        "time, and so under another load, than those that they are compared with."
+        if isfinite(limit)
+        else ""
+    )
     return (
         f"Tables on Ray with `servers=n`, n slices of A with a server each: {first['rounds']} rounds of "
         f"{first['seconds']} s with {first['workers']} workers, evaluated {first['points']} times after the start; "
         f"the tables above have {Cell.seconds:g} s. Runs are made one at a time, the algorithms in turn and the "
         "numbers of servers in turn, every second round backwards. Smooth Switch minus asynchronous, mean ± half of "
         "the 95 % interval over rounds; the last column is the mean of a round's configurations, which share "
-        "asynchronous runs."
-        f"{again if isfinite(limit) else ''} "
-        f"CSV: [servers](ray/{ray_servers.SHEET}), made by\n\n    {SCRIPT} {' '.join(options)} --data DATA"
+        f"asynchronous runs.{again} CSV: [servers](ray/{ray_servers.SHEET}), made by\n\n"
+        f"    {SCRIPT} {' '.join(options)} --data DATA"
     )
 
 
