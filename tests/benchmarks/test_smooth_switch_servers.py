@@ -187,6 +187,13 @@ def test_the_page_has_both_numbers_of_servers(load: Load, tmp_path: Path) -> Non
     assert f"{options.replace('--servers 4 --servers 1', '--servers 1 --servers 4')} --data DATA" in page
 
 
+def test_the_published_section_is_what_its_sheet_gives(load: Load) -> None:
+    results = FOLDER / "results"
+    section = load("server_sections").server_counts(results)
+    assert section.startswith("## One server of A, and several")
+    assert section in (results / "README.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
