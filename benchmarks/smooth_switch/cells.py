@@ -10,17 +10,21 @@ import sys
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, fields, replace
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from data import program
+from processor_time import Meter
 from rich.progress import Progress
 
 from paceline import train
 from paceline.aggregation import parse, text_of
+from paceline.api.train import open_engine
 from paceline.core.errors import NonFiniteError
+from paceline.engine.base import Engine
 
 POINTS = 50
 """Evaluations of a run, evenly spaced, beside the one at its start; of the image sets, see :attr:`Cell.points`."""
@@ -51,6 +55,8 @@ class Cell:
     seconds: float = 100.0
     points: int = POINTS
     engine: str = "virtual"
+    servers: int = 0
+    """Of A, on engines that have them; 0: the engine's own choice."""
 
     def __post_init__(self) -> None:
         # One policy has one text, whoever wrote it: what two tables share is run once. A regime's cell has none yet.
@@ -77,6 +83,8 @@ class Result:
     curve: dict[str, list[float]]
     """time_s, threshold and the three metrics at each evaluation."""
     diverged: bool = False
+    usage: dict[str, float] = field(default_factory=dict[str, float])
+    """By :data:`processor_time.FIGURES`, of runs whose number of servers is given."""
 
     def reached(self, accuracy: float) -> float | None:
         """The time of the first evaluation at or above an accuracy, in points."""
@@ -114,6 +122,12 @@ class Store:
             self._read[cell] = Result(**json.loads(self._path(cell).read_text())["result"])
         return self._read[cell]
 
+    def forget(self, cells: Iterable[Cell]) -> None:
+        """Remove these runs, which have been made."""
+        for cell in cells:
+            self._read.pop(cell, None)
+            self._path(cell).unlink()
+
     def make(self, cells: Iterable[Cell], processes: int, what: str = "runs") -> None:
         """Make the runs that have not been made; Ctrl-C keeps those that are complete."""
         missing = [cell for cell in dict.fromkeys(cells) if not self.known(cell)]
@@ -131,6 +145,19 @@ class Store:
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
 
+    def make_in_turn(self, cells: Iterable[Cell], engine: str) -> None:
+        """Make the runs that have not been made one after the other, in this order, on an engine that stays open.
+
+        Time is real there, so that runs at one time would slow each other; and to start Ray and 25 workers takes
+        longer than a run.
+        """
+        missing = [cell for cell in dict.fromkeys(cells) if not self.known(cell)]
+        if not missing:
+            return
+        with open_engine(engine) as opened, Progress(disable=not sys.stderr.isatty()) as progress:
+            for cell in progress.track(missing, description="runs"):
+                _made(cell, self._path(cell), self._data, opened)
+
     def _path(self, cell: Cell) -> Path:
         return self._folder / f"{cell.name}.json"
 
@@ -147,16 +174,16 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _made(cell: Cell, path: Path, data: dict[str, Path]) -> None:
+def _made(cell: Cell, path: Path, data: dict[str, Path], engine: Engine | None = None) -> None:
     """Run a cell and write its file, beside first and then renamed."""
     torch.set_num_threads(1)
     beside = path.with_suffix(f".{os.getpid()}")
-    beside.write_text(json.dumps({"cell": asdict(cell), "result": asdict(run(cell, data))}))
+    beside.write_text(json.dumps({"cell": asdict(cell), "result": asdict(run(cell, data, engine))}))
     beside.rename(path)
 
 
-def run(cell: Cell, data: dict[str, Path]) -> Result:
-    """One run."""
+def run(cell: Cell, data: dict[str, Path], engine: Engine | None = None) -> Result:
+    """One run, on an open engine or on one of its own."""
     made = program(
         cell.dataset,
         data.get(cell.dataset),
@@ -171,19 +198,22 @@ def run(cell: Cell, data: dict[str, Path]) -> Result:
     made = replace(made, optimizer=functools.partial(torch.optim.SGD, lr=cell.rate), batch_size=cell.batch_size).seeded(
         cell.round
     )
-    strategy = f"replicas={cell.workers} partition=disjoint aggregation={cell.policy}"
+    servers = f"servers={cell.servers} " if cell.servers else ""
+    strategy = f"replicas={cell.workers} {servers}partition=disjoint aggregation={cell.policy}"
     options: dict[str, Any] = {"times": cell.times} if cell.times else {}
     try:
-        done = train(
-            made,
-            strategy,
-            engine=cell.engine,
-            seconds=cell.seconds,
-            evaluate_every=cell.seconds / cell.points,
-            delay=cell.delay,
-            progress=False,
-            **options,
-        )
+        with Meter(cell.seconds) if cell.servers else nullcontext() as meter:
+            done = train(
+                made,
+                strategy,
+                engine=engine or cell.engine,
+                seconds=cell.seconds,
+                evaluate_every=cell.seconds / cell.points,
+                delay=cell.delay,
+                progress=False,
+                out=meter.out if meter else None,
+                **options,
+            )
     except NonFiniteError:
         return CHANCE
     if done.summary["interrupted"]:  # what there is of it is no result
@@ -193,4 +223,5 @@ def run(cell: Cell, data: dict[str, Path]) -> Result:
     curve["test_accuracy"] = [100 * value for value in curve["test_accuracy"]]
     means = {name: summary[f"{name}_mean"] for name in METRICS}
     means["test_accuracy"] *= 100
-    return Result(updates=summary["updates"], gradients=summary["gradients"], curve=curve, **means)
+    counts = {"updates": summary["updates"], "gradients": summary["gradients"]}
+    return Result(**means, **counts, curve=curve, usage=meter.usage if meter else {})

@@ -4,6 +4,7 @@ A run is made once and kept in the cache; Ctrl-C ends cleanly, and the same comm
 """
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -15,6 +16,7 @@ import figures
 import map_page
 import measured
 import page
+import ray_servers
 import sensitivity
 import server_time
 import sheets
@@ -28,7 +30,7 @@ from paceline.core.errors import InputError
 
 FIGURES = (*figures.CURVES, *figures.BARS)
 
-VIRTUAL = "virtual"
+VIRTUAL, RAY = "virtual", "ray"
 
 SETS = ("mnist", "cifar10")
 
@@ -49,13 +51,29 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--engines", action="store_true", help="real workers against virtual time, told what they take")
     what.add_argument("--page", action="store_true", help="write the page from the runs that are there")
     how = made.add_argument_group("how")
-    how.add_argument("--engine", choices=("virtual", "local", "ray"), default=VIRTUAL)
+    how.add_argument("--engine", choices=(VIRTUAL, "local", RAY), default=VIRTUAL)
+    how.add_argument(
+        "--servers",
+        action="append",
+        default=[],
+        type=_positive,
+        metavar="N",
+        help="of A, with --engine ray; repeatable",
+    )
+    how.add_argument(
+        "--other-cores",
+        type=float,
+        default=math.inf,
+        metavar="C",
+        help="with --servers: make runs again, once, in which other programs had more than C cores",
+    )
     how.add_argument("--assume", default="defaults", metavar="TEXT", help='such as "combine=mean hold=false"')
     how.add_argument("--rounds", type=_positive, default=ROUNDS)
     how.add_argument("--image-rounds", type=_positive, metavar="N", help="of tables 1 and 2; as --rounds if not given")
     how.add_argument("--sensitivity-rounds", type=_positive, metavar="N", help="as --rounds where it is not given")
     how.add_argument("--workers", type=_positive, help="as assumed (25) where it is not given")
     how.add_argument("--seconds", type=float, default=100.0, help="of a run")
+    how.add_argument("--points", type=_positive, metavar="N", help="evaluations of a run on local or ray")
     how.add_argument("--engines-rounds", type=_positive, default=engines.ROUNDS, metavar="N")
     how.add_argument("--engines-seconds", type=float, default=engines.SECONDS, metavar="S", help="of a run on engines")
     how.add_argument("--processes", type=_positive, default=len(os.sched_getaffinity(0)), help="one where time is real")
@@ -113,14 +131,16 @@ def assumed(said: argparse.Namespace) -> Assumptions:
 
 
 def make(store: Store, cells: Sequence[Cell], data: dict[str, Path], processes: int) -> None:
-    """Make what is missing; refuse first where the data for it are."""
+    """Make what is missing, one by one where time is real; refuse first where the data for it are."""
     needed = {cell.dataset for cell in cells if not store.known(cell)}.intersection(SETS)
     for name in sorted(needed - set(data)):
         raise InputError(
             f"runs on {name} are to be made, but its files are not there; write --data DIR, with DIR/{name} in it, "
             f"or --{name} DIR."
         )
-    store.make(cells, processes)
+    store.make([cell for cell in cells if cell.engine == VIRTUAL], processes)
+    for engine in dict.fromkeys(cell.engine for cell in cells if cell.engine != VIRTUAL):
+        store.make_in_turn([cell for cell in cells if cell.engine == engine], engine)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -144,18 +164,57 @@ def work(said: argparse.Namespace) -> None:
         raise InputError(
             "nothing was asked for; write --table all, --figure 8, --sensitivity, --regimes, --measure or --page."
         )
+    refuse(said)
     data = folders(said)
     if said.measure:
         measured.write(gradient_s=measured.measure(data))
     if said.fit_server:
         fit_servers(said)
     store = Store(said.cache, data)
-    study = Study(store, assumed(said), said.rounds, said.engine, said.seconds, image_rounds=said.image_rounds)
+    study = Study(
+        store,
+        assumed(said),
+        said.rounds,
+        said.engine,
+        said.seconds,
+        image_rounds=said.image_rounds,
+        points=said.points,
+    )
+    if said.servers:
+        compare_servers(said, study, data)
+        return
     if said.engines:
         compare_engines(said, study.store)
     defaults = Study(study.store, rounds=said.sensitivity_rounds or said.rounds, seconds=said.seconds)
-    make(study.store, wanted(said, study, defaults), data, said.processes if said.engine == VIRTUAL else 1)
+    make(study.store, wanted(said, study, defaults), data, said.processes)
     write(said, study, defaults)
+
+
+def refuse(said: argparse.Namespace) -> None:
+    """Refuse options that mean nothing beside the others."""
+    if said.servers and said.engine != RAY:
+        raise InputError(
+            f"--servers {said.servers[0]}: the {said.engine} engine has no servers to choose; write --engine {RAY} too."
+        )
+    if said.servers and not said.table:
+        raise InputError(f"--servers {said.servers[0]} is for tables alone; write --table 1 too.")
+    if said.other_cores < math.inf and not said.servers:
+        raise InputError(f"--other-cores {said.other_cores:g} is for runs with --servers N alone; write that too.")
+    if said.points and said.engine == VIRTUAL:
+        raise InputError(f"--points {said.points}: virtual time has the tables' own; write --engine {RAY} or leave it.")
+
+
+def compare_servers(said: argparse.Namespace, study: Study, data: dict[str, Path]) -> None:
+    """Tables with each number of servers, in turn, and their sheet."""
+    tables = [TABLES[number] for number in chosen(said.table, TABLES)]
+    studies = [replace(study, servers=servers) for servers in sorted({*said.servers})]
+    cells = list(ray_servers.in_turn(studies, tables))
+    make(study.store, cells, data, said.processes)
+    study.store.forget(ray_servers.disturbed(studies, tables, said.other_cores))
+    make(study.store, cells, data, said.processes)
+    path = folder(said, study) / ray_servers.SHEET
+    sheets.write(path, list(ray_servers.rows(studies, tables, said.other_cores)))
+    print(path)
 
 
 def fit_servers(said: argparse.Namespace) -> None:

@@ -12,6 +12,7 @@ from figures import BARS, CURVES, SAID, table_of, title
 from protocol import ALGORITHMS, TABLES, Table
 from sections import SCRIPT, Cells, assumptions_made, commands, engines, grid, protocol, sensitivity
 from sensitivity import Effect
+from server_sections import server_counts
 from study import Study, tally
 from tables import Entry
 
@@ -58,6 +59,7 @@ def page(sources: Sources) -> str:
         engines(study, done, sources.folder),
         servers(sources.folder),
         agreement(sources.folder),
+        server_counts(sources.folder),
         commands(study, sources.sensitivity_rounds),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -15,7 +15,7 @@ Row = dict[str, Any]
 def write_table(study: Study, table: Table, folder: Path) -> None:
     """``table_N.csv``, an entry a row, and ``table_N_runs.csv``, a run a row."""
     write(folder / f"table_{table.number}.csv", list(_entries(study, table)))
-    write(folder / f"table_{table.number}_runs.csv", list(_runs(study, table)))
+    write(folder / f"table_{table.number}_runs.csv", list(runs(study, table)))
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
@@ -56,7 +56,8 @@ def _entries(study: Study, table: Table) -> Iterator[Row]:
         } | _setting(study, table)
 
 
-def _runs(study: Study, table: Table) -> Iterator[Row]:
+def runs(study: Study, table: Table) -> Iterator[Row]:
+    """The means of every run."""
     for configuration in table.configurations:
         for algorithm, results in study.results(configuration).items():
             for number, result in enumerate(results):

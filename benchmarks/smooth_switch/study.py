@@ -28,6 +28,8 @@ class Study:
         seconds: the length of a run.
         compute: seconds of a gradient in virtual time.
         image_rounds: as ``rounds``, on the image sets, whose runs take a hundred times as long; None: the same.
+        servers: of A in each run on Ray; 0: the engine's own choice.
+        points: evaluations of a run beside the one at its start; None: as many as in the tables.
     """
 
     store: Store
@@ -37,11 +39,14 @@ class Study:
     seconds: float = 100.0
     compute: Compute = compute_s
     image_rounds: int | None = None
+    servers: int = 0
+    points: int | None = None
 
     def on(self, cell: Cell) -> Cell:
         """The cell on this study's engine, for this study's time."""
         times = cell.times if self.engine == "virtual" else ""
-        return replace(cell, engine=self.engine, times=times, seconds=self.seconds)
+        points = self.points or cell.points
+        return replace(cell, engine=self.engine, times=times, seconds=self.seconds, servers=self.servers, points=points)
 
     def rounds_of(self, configuration: Configuration) -> int:
         """Runs of this configuration and each algorithm."""
