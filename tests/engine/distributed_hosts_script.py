@@ -2,6 +2,7 @@
 
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,32 @@ keep(
 strategy = at_servers("replicas=2 servers=2")
 given = CASES["momentum"].program
 keep(folder, "served", train(given, strategy, engine="distributed", progress=False, steps=STEPS).model)
+
+
+def leaving(worker: Any) -> None:
+    for made, batch in enumerate(worker.batches()):
+        if (made, worker.replica) == (2, 1):
+            signal.raise_signal(signal.SIGTERM)
+        worker.step(batch)
+        time.sleep(0.01)  # so that a run of seconds has not thousands of steps
+
+
+keep(
+    folder,
+    "leaving",
+    attempt(
+        lambda: (
+            launch(
+                leaving,
+                given,
+                "replicas=2 servers=1 aggregation=asynchronous",
+                engine="distributed",
+                progress=False,
+                seconds=3.0,
+            ).left
+        )
+    ),
+)
 
 
 def loop(worker: Any) -> None:

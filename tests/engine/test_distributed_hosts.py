@@ -40,6 +40,10 @@ def test_two_hosts_are_one_process_and_miss_each_other(tmp_path: Path) -> None:
                 process.communicate()
     assert started[1].returncode == 1, said
     first, other = kept(tmp_path, "momentum", 2)
+    [exit], (kind, text) = kept(tmp_path, "leaving", 2)
+    assert (exit.replica, kind) == (1, "WorkerError")
+    assert "was asked to end by SIGTERM" in exit.reason
+    assert "rank 1 was asked to end by SIGTERM; the others go on without it" in text
     for model in kept(tmp_path, "served", 2):
         oracle.assert_same(model, oracle.one_process(CASES["momentum"].program, 2, STEPS), ROUNDING)
     assert_same(first["state"], oracle.one_process(CASES["momentum"].program, 2, STEPS), ROUNDING)

@@ -150,6 +150,11 @@ class FirstServer(RankHost):
         self._signals += [signal] if signal is not None else []
         await self._notify()
 
+    async def leave(self, rank: int, signal: str) -> None:
+        """Go on without a rank that a signal asks to end, as the agent of its host does where another one has died."""
+        await self._leave(rank, f"{self._names[rank]} was asked to end by {signal}")
+        await self._notify()
+
     async def insist(self) -> None:
         """Wait for no rank any more: the user has asked twice."""
         self._insisted = True

@@ -6,7 +6,7 @@ import os
 import queue
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
@@ -59,6 +59,10 @@ class ServedRank:
         self._gang: Gang | None = None
         self._links: ServerLinks | None = None
         self._initialized = dist.is_initialized()
+        self._leaves = ""
+        """The signal by which this rank leaves the others, which go on."""
+        self._elsewhere = False
+        """Whether this rank is on another host than the first server."""
         self._signals = queue.SimpleQueue[bool]()
         """An entry for each Ctrl-C; False: the run is over."""
         self._interrupts = InterruptGuard(lambda: self._signals.put(True))
@@ -104,6 +108,7 @@ class ServedRank:
         job, world = self._job, self._world
         with open_rank_context(world, backend, device, job.timeout_s, watched=True) as context:
             check_job(job, digest, context)
+            self._elsewhere = context.registry.own.kernel != context.registry.peers[0].kernel
             if job.strategy.spread:
                 self._gang = self._gang_of(context)
             servers = self._server_ranks(context)
@@ -201,10 +206,14 @@ class ServedRank:
                 ended = messages.Ended(None, [])
             if ended.spans:
                 ended = ended._replace(spans=on_servers_clock(ended.spans, links.first))
+            if self._leaves:
+                raise WorkerError(f"rank {rank} was asked to end by {self._leaves}; the others go on without it")
             first.begin("left", rank, ended, self._interrupts.first).result()
         except PeerError as error:
             raise self._server_lost(error) from error
         except BaseException as error:
+            if self._leaves:
+                raise
             with contextlib.suppress(PeerError):
                 first.begin("failed", rank, encode_failure(self._replica, error)).result()
             raise
@@ -253,10 +262,18 @@ class ServedRank:
         return WorkerError(f"a rank with a server died, and its slice of A with it: {error}")
 
     def _relay_signals(self) -> None:
-        """Tell the first server of each Ctrl-C: the first one ends training, the second one all waiting."""
-        calls = iter((("ask", "interrupt"), ("insist",)))
+        """Tell the first server of each Ctrl-C: the first one ends training, the second one all waiting.
+
+        SIGTERM, with which torchrun's agent ends the ranks of its own host after the death of one, does not end those
+        of other hosts.
+        """
+        calls: Iterator[tuple[Any, ...]] = iter((("ask", "interrupt"), ("insist",)))
         with contextlib.suppress(PeerError):
             while self._signals.get():
+                asked = self._interrupts.first
+                if asked == "SIGTERM" and self._elsewhere and self._thread is None and self._job.on_death != "stop":
+                    self._leaves = asked
+                    calls = iter((("leave", self._world.rank, asked),)) if self._interrupts.count == 1 else iter(())
                 if (call := next(calls, None)) is not None:
                     self._servers[0].begin(*call).result()
 
