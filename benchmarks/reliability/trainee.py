@@ -105,7 +105,7 @@ def main() -> None:
         "descriptors": len(os.listdir("/proc/self/fd")),
         "peak_memory_kb": int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]),
     }
-    print(json.dumps(result))
+    sys.stdout.write(json.dumps(result) + "\n")  # at once, for other ranks write to the same pipe
 
 
 if __name__ == "__main__":

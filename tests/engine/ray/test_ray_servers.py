@@ -205,9 +205,15 @@ def test_servers_that_decide_otherwise_end_the_run(on_ray: OnRay, tmp_path: Path
 # ------------------------------------------------------------------------------------------------------- wrong input
 
 
-@pytest.mark.parametrize("engine", ["local", "distributed"])
-def test_other_engines_do_not_divide_a(engine: str) -> None:
-    with pytest.raises(InputError, match="A is not divided among servers; write servers=1, or engine='ray'"):
+@pytest.mark.parametrize(
+    ("engine", "told"),
+    [
+        ("local", "A is not divided among servers; write servers=1, or engine='ray' or 'distributed'"),
+        ("distributed", "under engine=distributed aggregation=synchronous every rank has A; leave servers out"),
+    ],
+)
+def test_where_a_is_not_divided(engine: str, told: str) -> None:
+    with pytest.raises(InputError, match=told):
         train(programs.program(), "replicas=2 servers=2", engine=engine, steps=1)
 
 

@@ -11,6 +11,7 @@ so one version of A is read by all of them, and what is pushed is one Δ.
 
 import contextlib
 import json
+import os
 import socket
 import tempfile
 import time
@@ -113,7 +114,8 @@ class Gang:
             closing.callback((self.folder / "leader").unlink, missing_ok=True)
             connections = dict[int, Connection]()
             with socket.socket(socket.AF_UNIX) as listening:
-                listening.bind(str(self.folder / "leader"))
+                with _by_descriptor(self.folder) as short:
+                    listening.bind(f"{short}/leader")
                 listening.listen(len(followers))
                 listening.settimeout(timeout_s)
                 while len(connections) < len(followers):
@@ -142,7 +144,8 @@ class Gang:
         with socket.socket(socket.AF_UNIX) as found:
             while True:
                 try:
-                    found.connect(str(self.folder / "leader"))
+                    with _by_descriptor(self.folder) as short:
+                        found.connect(f"{short}/leader")
                     break
                 except OSError as error:
                     if time.monotonic() > deadline:
@@ -151,6 +154,16 @@ class Gang:
             with Connection(found.detach()) as connection:
                 connection.send_bytes(str(worker).encode())
                 yield CommandPipe(connection, f"replica {self.places[0].label}", self.job.timeout_s)
+
+
+@contextlib.contextmanager
+def _by_descriptor(folder: Path) -> Iterator[str]:
+    """Context manager: a short name of a folder, as a socket's has 107 bytes at most; raises OSError if it is absent."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
 
 
 def share_buffers(buffers: PushBuffers, pipes: Sequence[CommandPipe]) -> PushMemory:
