@@ -158,7 +158,7 @@ class Gang:
 
 @contextlib.contextmanager
 def _by_descriptor(folder: Path) -> Iterator[str]:
-    """Context manager: a short name of a folder, as a socket's has 107 bytes at most; raises OSError if it is absent."""
+    """Context manager: a short name of a folder, for a socket's has 107 bytes at most; OSError if it is absent."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{descriptor}"
