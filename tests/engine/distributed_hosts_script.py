@@ -2,7 +2,6 @@
 
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,6 @@ def leaving(worker: Any) -> None:
         if (made, worker.replica) == (2, 1):
             signal.raise_signal(signal.SIGTERM)
         worker.step(batch)
-        time.sleep(0.01)  # so that a run of seconds has not thousands of steps
 
 
 keep(
@@ -54,6 +52,7 @@ keep(
                 engine="distributed",
                 progress=False,
                 seconds=3.0,
+                delay="fraction=1 constant:value=0.01",  # which has not thousands of steps
             ).left
         )
     ),

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +65,12 @@ def loop(worker: Any) -> None:
             if deed == "interrupt":
                 signal.raise_signal(signal.SIGINT)
         worker.step(batch)
-        if rank != who or deed == "interrupt":
-            time.sleep(0.01)  # so that a run of seconds has not thousands of steps
 
 
 def ended() -> None:
     options = eval(words[2])
-    settings: dict[str, Any] = {**QUIET, "seconds": 3.0, "timeout_s": 60.0, **options}
+    slow = "fraction=1 constant:value=0.01"  # a run of seconds has not thousands of steps
+    settings: dict[str, Any] = {**QUIET, "seconds": 3.0, "timeout_s": 60.0, "delay": slow, **options}
     strategy = settings.pop("strategy", "aggregation=asynchronous")
     try:
         run = launch(loop, program(), f"replicas={size} {strategy}", **settings)

@@ -17,7 +17,6 @@ import torch
 from paceline.comm.linux import give_back_freed_memory
 from paceline.comm.shared_memory import SpillAllocator
 from paceline.core.errors import InputError, PacelineError, WorkerError
-from paceline.core.mesh import Coordinate
 from paceline.core.records import Record
 from paceline.core.registry import register
 from paceline.engine.base import Engine, Job, Outcome, Progress, Watcher
@@ -183,10 +182,7 @@ class DistributedRun:
         with self._interrupts as interrupts:
             self._watch(Progress("starting", 0.0))
             if self._context.world.rank == 0:
-                mesh = self._job.strategy.mesh
-                processes: dict[Coordinate, dict[str, int | str]] = {
-                    mesh.coordinate(p.rank): {"pid": p.pid, "node": p.host} for p in self._context.registry.peers
-                }
+                processes = self._context.registry.workers(self._job.strategy.mesh)
                 self._closing.enter_context(workers_file(self._job.out, {}, processes))
             replica = shard.replica(coordinator.weight, self._spans.recorder)
             if self._job.resume is not None:

@@ -30,7 +30,7 @@ from paceline.engine.server.calls import Caller
 from paceline.engine.server.messages import Ended, Result, WorkerMeasurements
 from paceline.engine.server.peer import Peer, PeerError
 from paceline.engine.server.replica_group import with_workers
-from paceline.engine.server.run_control import BackgroundTasks, ServerLostError
+from paceline.engine.server.run_control import BackgroundTasks, ServerLostError, server_error
 from paceline.engine.server.server_host import ServerHost
 from paceline.engine.server.server_run import ServerRun
 from paceline.engine.server.wire import Listener, StreamAddress
@@ -107,11 +107,11 @@ class FirstServer(RankHost):
         leaders = [_Told(self._callers, mesh.replica_ranks(replica).start) for replica in range(mesh.replicas)]
         try:
             await self.open(RUN, leaders, None, others)
-            self._control = asyncio.ensure_future(self._watch_run())
+            self._control = asyncio.ensure_future(self._guarded_watch())
             for number, other in enumerate(others, 1):
                 self._tasks.start(self._watch_server(number, other))
-        except PacelineError as error:
-            self._failure = error
+        except Exception as error:  # of the user's model and data, too: all ranks are to raise it
+            self._failure = server_error(error)
         finally:
             self._opened.set()
 
@@ -176,6 +176,13 @@ class FirstServer(RankHost):
         await self._until(lambda: len(self._taken) == len(self._names))
 
     # ------------------------------------------------------------------------------------------- from start to end
+
+    async def _guarded_watch(self) -> None:
+        """Watch the run; an error there ends it, for nobody else would begin it, or see its end."""
+        try:
+            await self._watch_run()
+        except Exception as error:
+            self._fail(server_error(error))
 
     async def _watch_run(self) -> None:
         """Begin the run, show its progress, and end replicas that are silent, until nothing is awaited any more."""

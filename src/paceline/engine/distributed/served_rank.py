@@ -6,15 +6,15 @@ import os
 import queue
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
 import torch.distributed as dist
 
+from paceline.aggregation import text_of
 from paceline.core.errors import InputError, PacelineError, WorkerError, encode_failure
-from paceline.core.mesh import Coordinate
 from paceline.engine.base import Job, Outcome, Progress, Watcher
 from paceline.engine.distributed.agreement import check_job
 from paceline.engine.distributed.rank_server import RUN, FirstServer, RankHost, ServerThread
@@ -29,8 +29,9 @@ from paceline.engine.server.served_replica import on_servers_clock, run_replica
 from paceline.engine.server.server_link import ServerLinks
 from paceline.engine.server.wire import StreamAddress
 from paceline.engine.server_optimizer import usual_servers
-from paceline.engine.spmd.process_group import LaunchEnv, own_address
+from paceline.engine.spmd.process_group import LaunchEnv
 from paceline.engine.spmd.rank_context import RankContext, open_rank_context
+from paceline.engine.spmd.rendezvous import own_address
 from paceline.engine.spmd.replica_group import PeerExited
 from paceline.engine.worker_metrics import training_spans, workers_file
 from paceline.replica.flat_state import digest_of, write
@@ -113,11 +114,11 @@ class ServedRank:
                 self._gang = self._gang_of(context)
             servers = self._server_ranks(context)
             if world.rank in servers:
-                address = own_address(world)
+                address = own_address(one_host=world.one_host)
                 self._thread = ServerThread(functools.partial(self._new_server, context, servers, address), address)
                 self._closing.callback(self._thread.close)
             if world.rank == 0:
-                self._list_workers(context)
+                self._closing.enter_context(workers_file(job.out, {}, context.registry.workers(job.strategy.mesh)))
             found: Sequence[StreamAddress | None]
             found = context.gather(None if self._thread is None else self._thread.address, "the others' servers")
             return [address for rank in servers if (address := found[rank]) is not None]
@@ -137,14 +138,14 @@ class ServedRank:
                 "the workers of each replica make a process group of their own, but this process has one already; call "
                 "torch.distributed.destroy_process_group() before"
             )
-        mesh, peers = self._job.strategy.mesh, context.registry.peers
+        mesh, peers, policy = self._job.strategy.mesh, context.registry.peers, self._job.strategy.aggregation
         for replica in range(mesh.replicas):
             hosts = {peers[rank].kernel: peers[rank].host for rank in mesh.replica_ranks(replica)}
             if len(hosts) > 1:
                 raise InputError(
                     f"the {mesh.per_replica} workers of replica {replica} are on {len(hosts)} hosts "
-                    f"({', '.join(hosts.values())}), but under aggregation={self._job.strategy.aggregation} they share "
-                    f"memory; start a multiple of {mesh.per_replica} processes on each host"
+                    f"({', '.join(hosts.values())}), but under aggregation={text_of(policy)} they "
+                    f"share memory; start a multiple of {mesh.per_replica} processes on each host"
                 )
         tokens = context.gather(secrets.token_hex(16), "the others' replicas")
         return Gang(self._job, self._replica, tokens[mesh.replica_ranks(self._replica).start])
@@ -153,13 +154,6 @@ class ServedRank:
         if self._world.rank:
             return RankHost(address, self._job)
         return FirstServer(address, self._job, [str(peer) for peer in context.registry.peers], servers, self._watch)
-
-    def _list_workers(self, context: RankContext) -> None:
-        mesh = self._job.strategy.mesh
-        processes: dict[Coordinate, dict[str, int | str]] = {
-            mesh.coordinate(peer.rank): {"pid": peer.pid, "node": peer.host} for peer in context.registry.peers
-        }
-        self._closing.enter_context(workers_file(self._job.out, {}, processes))
 
     def _connected(self, number: int, rank: int | None = None) -> SocketPeer:
         """Return a server, as this rank calls it, or as the first server does (rank -1)."""
@@ -201,10 +195,9 @@ class ServedRank:
         try:
             try:
                 ended = self._looped(links)
-            except PeerExited as error:  # the first server sees which worker it was, and its replica is no more
-                del error
+            except PeerExited:  # the first server sees which worker it was, and its replica is no more
                 ended = messages.Ended(None, [])
-            if ended.spans:
+            if ended.spans and self._elsewhere:
                 ended = ended._replace(spans=on_servers_clock(ended.spans, links.first))
             if self._leaves:
                 raise WorkerError(f"rank {rank} was asked to end by {self._leaves}; the others go on without it")
@@ -267,15 +260,15 @@ class ServedRank:
         SIGTERM, with which torchrun's agent ends the ranks of its own host after the death of one, does not end those
         of other hosts.
         """
-        calls: Iterator[tuple[Any, ...]] = iter((("ask", "interrupt"), ("insist",)))
+        calls: list[tuple[Any, ...]] = [("ask", "interrupt"), ("insist",)]
         with contextlib.suppress(PeerError):
             while self._signals.get():
                 asked = self._interrupts.first
-                if asked == "SIGTERM" and self._elsewhere and self._thread is None and self._job.on_death != "stop":
-                    self._leaves = asked
-                    calls = iter((("leave", self._world.rank, asked),)) if self._interrupts.count == 1 else iter(())
-                if (call := next(calls, None)) is not None:
-                    self._servers[0].begin(*call).result()
+                alone = self._elsewhere and self._thread is None and self._job.on_death != "stop"
+                if asked == "SIGTERM" and alone and not self._leaves:
+                    self._leaves, calls = asked, [("leave", self._world.rank, asked)]
+                if calls:
+                    self._servers[0].begin(*calls.pop(0)).result()
 
     def _leave(self) -> None:
         for server in self._servers:

@@ -1,4 +1,4 @@
-"""Calls of methods by a TCP connection, where no other system makes them: one process hosts an object, others call it.
+"""Calls of methods by a connection, where no other system makes them: one process hosts an object, others call it.
 
 ::
 
@@ -102,7 +102,7 @@ class SocketPeer(Peer):
                             future.set_result(value)
                         else:
                             future.set_exception(PeerError(failure))
-        except (OSError, EOFError) as error:
+        except Exception as error:  # the connection has ended, or something came that can't be read
             with self._sending:
                 self._lost = str(error) or type(error).__name__
             for number in [*self._pending]:

@@ -15,6 +15,14 @@ class ServerLostError(WorkerError):
     """A server that has a slice of A is no more."""
 
 
+def server_error(error: BaseException) -> PacelineError:
+    """Return an error of the server as those see it who are told of it."""
+    if isinstance(error, PacelineError):
+        return error
+    text = "".join(traceback.format_exception(error))
+    return WorkerError(f"the server failed: {type(error).__name__}: {error}\n\n{text}")
+
+
 class RunControl:
     """Phase, first failure and clock of a run at the server, and the events that wake its loop and the driver.
 
@@ -52,10 +60,7 @@ class RunControl:
     def fail(self, error: BaseException) -> None:
         """End the run with an error, unless it has failed before."""
         self.sound &= isinstance(error, WorkerError) and not isinstance(error, ServerLostError)
-        if not isinstance(error, PacelineError):
-            text = "".join(traceback.format_exception(error))
-            error = WorkerError(f"the server failed: {type(error).__name__}: {error}\n\n{text}")
-        self.failure = self.failure or error
+        self.failure = self.failure or server_error(error)
         self.give_over()
 
     def give_over(self) -> None:

@@ -2,11 +2,8 @@
 
 import contextlib
 import ctypes
-import fcntl
 import importlib
 import os
-import socket
-import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +20,7 @@ from paceline.comm.shm.rendezvous import of_this_start
 from paceline.core.errors import InputError, WaitTimeoutError, unknown
 from paceline.core.types import Seconds
 from paceline.engine.base import Job
-from paceline.engine.spmd.rendezvous import attend, job_store
+from paceline.engine.spmd.rendezvous import INTERFACE, all_here, attend, job_store
 from paceline.strategy import Device
 
 # Paceline's own backends: shared memory inside each host and sockets between hosts, or inside one host alone.
@@ -124,12 +121,6 @@ def file_rendezvous(rank: int, size: int, path: str, timeout_s: Seconds) -> None
     store = FileStore(path, size)  # torch's TCPStore would listen on every interface
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
 
-
-# By it, Gloo is told where to listen; else it takes the address that the host's name stands for.
-_INTERFACE = "GLOO_SOCKET_IFNAME"
-
-# The request for an interface's address, which Python does not name (linux/sockios.h).
-_SIOCGIFADDR = 0x8915
 
 # Runs of this process so far; every rank makes the same ones in the same order.
 _runs = 0
@@ -267,50 +258,17 @@ def opened(
         yield from _opened_alone(world, backend, bound, joins=joins) if survives else _opened(world, backend, bound)
 
 
-def own_address(world: LaunchEnv) -> str:
-    """Return the address by which the other ranks reach this host: that of the interface that Gloo is told, or of the
-    way to the rendezvous; loopback if all ranks are known to be on this host.
-
-    Raises:
-        InputError: there is none that other hosts could reach.
-    """
-    if _all_here(world):
-        return "127.0.0.1"
-    host, interface = os.environ.get("MASTER_ADDR", ""), os.environ.get(_INTERFACE, "").split(",")[0]
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            if interface:
-                asked = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
-                return socket.inet_ntoa(asked[20:24])
-            probe.connect((host, int(os.environ.get("MASTER_PORT", "1"))))  # of a datagram socket: nothing is sent
-            found: str = probe.getsockname()[0]
-    except OSError as error:
-        where = f"{_INTERFACE}={interface}" if interface else f"MASTER_ADDR={host}"
-        raise InputError(f"{where} gives no address by which other hosts reach this one: {error}") from error
-    if found.startswith("127."):
-        raise InputError(
-            f"MASTER_ADDR={host} is an address of this host alone; name the interface that the hosts share by "
-            f"{_INTERFACE}"
-        )
-    return found
-
-
-def _all_here(world: LaunchEnv) -> bool:
-    """Return whether all ranks are known to be on this host."""
-    return world.one_host or os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost")
-
-
 @contextlib.contextmanager
 def _gloo_on_loopback(world: LaunchEnv) -> Iterator[None]:
     """Context manager: groups that are made inside listen on loopback, if all ranks are known to be on this host."""
-    if not _all_here(world) or _INTERFACE in os.environ or sys.platform != "linux":
+    if not all_here(one_host=world.one_host) or INTERFACE in os.environ or sys.platform != "linux":
         yield
         return
-    os.environ[_INTERFACE] = "lo"
+    os.environ[INTERFACE] = "lo"
     try:
         yield
     finally:
-        del os.environ[_INTERFACE]
+        del os.environ[INTERFACE]
 
 
 def _opened(world: LaunchEnv, backend: str, bound: timedelta) -> Iterator[ProcessGroup]:

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import Store
 from paceline.comm import liveness
 from paceline.core import errors
 from paceline.core.errors import PacelineError, WorkerError
+from paceline.core.mesh import Coordinate, Mesh
 from paceline.core.types import Nanoseconds, Seconds
 from paceline.engine.spmd.bounded_store import BoundedStore
 from paceline.engine.spmd.process_group import LaunchEnv, ProcessGroup
@@ -87,6 +88,10 @@ class RankRegistry:
                 os.close(pidfd)
             if peer.kernel == self.own.kernel and peer.rank != self.own.rank:
                 self._pidfds[peer.rank] = liveness.open_pid(peer.pid)
+
+    def workers(self, mesh: Mesh) -> dict[Coordinate, dict[str, int | str]]:
+        """Return process and host of each worker of a run, as ``workers.json`` has them."""
+        return {mesh.coordinate(peer.rank): {"pid": peer.pid, "node": peer.host} for peer in self.peers}
 
     def first_exited(self) -> PeerInfo | None:
         """Return a rank of this host whose process has ended, or None."""

@@ -14,10 +14,12 @@ sizes could differ.
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import json
 import os
 import socket
+import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -42,6 +44,12 @@ LINGER_S: Seconds = 5.0
 _PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
 
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"
+
+# By it, Gloo is told where to listen; else it takes the address that the host's name stands for.
+INTERFACE = "GLOO_SOCKET_IFNAME"
+
+# The request for an interface's address, which Python does not name (linux/sockios.h).
+_SIOCGIFADDR = 0x8915
 
 
 def keeps_store(rank: int) -> bool:
@@ -271,3 +279,36 @@ def _free_port(host: str) -> int:
     with contextlib.suppress(OSError), socket.create_server((host, 0)) as server:
         return int(server.getsockname()[1])
     return 29501
+
+
+def own_address(*, one_host: bool) -> str:
+    """Return the address by which the other ranks reach this host: that of the interface that Gloo is told, or of the
+    way to the rendezvous; loopback if all ranks are known to be on this host.
+
+    Raises:
+        InputError: there is none that other hosts could reach.
+    """
+    if all_here(one_host=one_host):
+        return "127.0.0.1"
+    host, interface = os.environ.get("MASTER_ADDR", ""), os.environ.get(INTERFACE, "").split(",")[0]
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            if interface:
+                asked = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
+                return socket.inet_ntoa(asked[20:24])
+            probe.connect((host, int(os.environ.get("MASTER_PORT", "1"))))  # of a datagram socket: nothing is sent
+            found: str = probe.getsockname()[0]
+    except OSError as error:
+        where = f"{INTERFACE}={interface}" if interface else f"MASTER_ADDR={host}"
+        raise InputError(f"{where} gives no address by which other hosts reach this one: {error}") from error
+    if found.startswith("127."):
+        raise InputError(
+            f"MASTER_ADDR={host} is an address of this host alone; name the interface that the hosts share by "
+            f"{INTERFACE}"
+        )
+    return found
+
+
+def all_here(*, one_host: bool) -> bool:
+    """Return whether all ranks are known to be on this host; ``one_host``: torchrun says so."""
+    return one_host or os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost")
