@@ -52,7 +52,7 @@ def test_servers_where_every_rank_has_a(four: None) -> None:
 
 def test_more_servers_than_ranks(four: None) -> None:
     refused(
-        "servers=5 are in as many ranks, but torchrun started 4; write servers=4",
+        "servers=5 are in as many ranks, but the strategy has 4 workers; write servers=4",
         "replicas=4 servers=5 aggregation=asynchronous",
     )
 

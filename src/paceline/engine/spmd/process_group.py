@@ -87,7 +87,7 @@ def refuse_launch(backend: str, job: Job, world: LaunchEnv) -> None:
         )
     if (servers := strategy.servers or 1) > workers:
         raise InputError(
-            f"servers={servers} are in as many ranks, but torchrun started {workers}; write servers={workers}"
+            f"servers={servers} are in as many ranks, but the strategy has {workers} workers; write servers={workers}"
         )
     if workers == world.size:
         return
