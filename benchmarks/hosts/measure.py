@@ -42,6 +42,9 @@ KEYS = ("side", "mbit", "hosts", "apart", "workers", "servers", "parameters", "r
 FORMS, POLICIES = ("", "stages=2 micro_batches=2", "shards=2"), ("asynchronous", "smooth-switch:every=50")
 """Of replicas that compute."""
 
+WORKERS = {22_000: (8,), 1_000_000: (8, 16), 25_000_000: (8, 16)}
+"""More than one on each host."""
+
 SIZES, SERVERS, COMPRESSIONS = (22_000, 1_000_000, 25_000_000), (1, 2, 4), ("fp16", "top-k:ratio=0.01")
 
 
@@ -157,7 +160,7 @@ def cases(rounds: int) -> list[Case]:
             found += [Case("paceline", workers=4, servers=servers, **together) for servers in SERVERS]
             found += [Case("paceline", workers=4, servers=4, compression=text, **together) for text in COMPRESSIONS]
             found += [Case("ray", workers=4, servers=1, **together), Case("gloo", workers=4, servers=0, **together)]
-            found += [Case("paceline", workers=8, servers=4, **together)]
+            found += [Case("paceline", workers=many, servers=4, **together) for many in WORKERS[parameters]]
         computing = {"mbit": 1000, "hosts": 4, "apart": False, "parameters": 1_002_000, "round": number}
         found += [
             Case("paceline", workers=4, servers=4, more=f"{form} aggregation={policy}".strip(), **computing)

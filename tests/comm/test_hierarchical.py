@@ -3,8 +3,15 @@
 import subprocess
 import sys
 import time
+from collections import deque
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch.distributed as dist
+
+from paceline.comm.hierarchical import ChainedWork
 from tests.namespaces import Host, two_hosts
 
 SCRIPT = Path(__file__).with_name("hierarchical_script.py")
@@ -35,3 +42,42 @@ def test_two_hosts_of_two_ranks(tmp_path: Path) -> None:
     texts = [file.read_text() for file in said]
     assert codes == [0, 0], "\n".join(texts)
     assert [text.count("fine") for text in texts] == [2, 2], "\n".join(texts)
+
+
+# ------------------------------------------------------------------------------------------------ calls of several legs
+
+
+class Leg(dist.Work):
+    """Ends, well or not, while a wait for it times out."""
+
+    def __init__(self, error: str = "") -> None:
+        super().__init__()
+        self.error, self.ended = error, False
+
+    def wait(self, timeout: Any = None) -> bool:
+        if timeout is not None and not self.ended:
+            self.ended = True
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(self.error)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.ended
+
+
+def chained(*legs: dist.Work) -> ChainedWork:
+    return ChainedWork(deque(), iter(legs), ())
+
+
+def test_a_leg_that_ends_as_the_time_is_up_has_ended_well() -> None:
+    work = chained(Leg(), Leg())
+    assert work.wait(timedelta(seconds=1))
+    assert work.is_success()
+
+
+def test_or_not_and_then_its_own_error_is_raised() -> None:
+    work = chained(Leg("Connection closed by peer"), Leg())
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        work.wait(timedelta(seconds=1))
+    assert not work.is_success()

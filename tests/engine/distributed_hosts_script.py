@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from paceline import launch, train
+from paceline import Run, launch, train
 from tests.engine import programs
 from tests.engine.distributed_cases import CASES, STEPS, attempt, keep, told
-from tests.engine.served_cases import at_servers
+from tests.engine.served_cases import SPANNING, at_servers
 
 folder = Path(sys.argv[1])
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when the other has died, and a file is to be written
@@ -28,8 +28,23 @@ keep(
         )
     ),
 )
-strategy = at_servers("replicas=2 servers=2")
+
 given = CASES["momentum"].program
+
+
+def cut_and_whole(checkpoints: Path) -> list[Run]:
+    """Runs of a replica that spans both hosts and keeps optimizers: one in two parts, one whole."""
+    strategy = "stages=2 servers=1 aggregation=local-steps:period=2,over=asynchronous"
+    settings: dict[str, Any] = {"engine": "distributed", "progress": False}
+    whole = train(given, strategy, steps=8, **settings)
+    train(given, strategy, steps=4, checkpoint=checkpoints, **settings)
+    return [train(given, strategy, steps=8, checkpoint=checkpoints, resume=True, **settings), whole]
+
+
+strategy = at_servers("replicas=2 servers=2")
+for team in SPANNING:
+    keep(folder, team, train(given, at_servers(team), engine="distributed", progress=False, steps=STEPS).model)
+keep(folder, "kept", [model.state for model in cut_and_whole(folder / "checkpoints")])
 keep(folder, "served", train(given, strategy, engine="distributed", progress=False, steps=STEPS).model)
 
 

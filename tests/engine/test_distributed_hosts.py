@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 from tests import oracle
 from tests.engine.distributed_cases import CASES, ROOT, STEPS, ended, kept
 from tests.engine.local.commands import eventually
+from tests.engine.served_cases import SPANNING
 from tests.engine.test_distributed_parity import ROUNDING, assert_same
 from tests.namespaces import Host, two_hosts
 
@@ -46,6 +49,11 @@ def test_two_hosts_are_one_process_and_miss_each_other(tmp_path: Path) -> None:
     assert "rank 1 was asked to end by SIGTERM; the others go on without it" in text
     for model in kept(tmp_path, "served", 2):
         oracle.assert_same(model, oracle.one_process(CASES["momentum"].program, 2, STEPS), ROUNDING)
+    for team in SPANNING:
+        for model in kept(tmp_path, team, 2):
+            oracle.assert_same(model, oracle.one_process(CASES["momentum"].program, 1, STEPS), ROUNDING)
+    for cut, whole in kept(tmp_path, "kept", 2):
+        assert all(torch.equal(value, whole[name]) for name, value in cut.items())
     assert_same(first["state"], oracle.one_process(CASES["momentum"].program, 2, STEPS), ROUNDING)
     assert first["history"] == other["history"]
     spans = kept(tmp_path, "traced", 2)[0]["spans"]

@@ -9,8 +9,7 @@ from typing import Any
 from paceline.aggregation import Synchronous
 from paceline.core.errors import InputError
 from paceline.core.formatting import aligned
-from paceline.core.types import ReplicaId
-from paceline.engine.scaling import next_host
+from paceline.engine.scaling import next_hosts
 from paceline.strategy import Strategy
 
 BY_RANK = "shards of a stage stand in a row, then the stages of a replica, then replicas; hosts take them in that order"
@@ -155,15 +154,19 @@ def draw_mesh(strategy: Strategy | str, hosts: int | Sequence[int] | None = None
 
 
 def _ranks_by_replica(s: Strategy, hosts: int | Sequence[int] | None) -> tuple[Sequence[int], ...]:
-    """Return the ranks of each host where each replica goes to one, by its cores."""
-    cores = [1] if hosts is None else [1] * hosts if isinstance(hosts, int) else list(hosts)
+    """Return the ranks of each host where each replica goes to one that has enough cores, or to several."""
+    enough = s.mesh.per_replica
+    cores = [enough] if hosts is None else [enough] * hosts if isinstance(hosts, int) else list(hosts)
     if not cores or min(cores) < 1:
         raise InputError(f"hosts={hosts} are none, or one has no core; write hosts=1, or the cores of each, hosts=[4]")
-    placed = [list[ReplicaId]() for _ in cores]
+    placed = [list[int]() for _ in cores]
     for replica in range(s.replicas):
         counts = dict(enumerate(map(len, placed)))
-        placed[next_host(counts, dict(enumerate(cores)))].append(replica)
-    return tuple([rank for replica in there for rank in s.mesh.replica_ranks(replica)] for there in placed)
+        for rank, host in zip(
+            s.mesh.replica_ranks(replica), next_hosts(enough, counts, dict(enumerate(cores))), strict=True
+        ):
+            placed[host].append(rank)
+    return tuple(placed)
 
 
 def _ranks_in_a_row(s: Strategy, hosts: int | Sequence[int] | None) -> tuple[range, ...]:

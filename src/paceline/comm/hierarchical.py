@@ -95,7 +95,7 @@ class ChainedWork(PythonWork):
             elif not wait and not leg.is_completed():
                 return False
             else:
-                leg.wait() if deadline is None else leg.wait(timedelta(seconds=max(1e-6, deadline - time.monotonic())))
+                _wait_for(leg, deadline)
                 self._current = None
         except Exception as error:
             if leg is not None and not leg.is_completed():  # the time is up
@@ -106,6 +106,18 @@ class ChainedWork(PythonWork):
     def _end(self, error: BaseException | None) -> None:
         self._done, self._error, self._current = True, error, None
         self._queue.popleft()
+
+
+def _wait_for(leg: dist.Work, deadline: float | None) -> None:
+    """Wait for a leg; raise RuntimeError where it fails, or where the time is up and it has not ended just then."""
+    if deadline is not None:
+        try:
+            leg.wait(timedelta(seconds=max(1e-6, deadline - time.monotonic())))
+            return
+        except RuntimeError:
+            if not leg.is_completed():
+                raise
+    leg.wait()
 
 
 # mypy: disable-error-code="override"

@@ -147,6 +147,8 @@ class OwnBuffers:
         self._segment, self._begin, self._each = segment, begin, each
         self._reserved = defaultdict[int, int](int)
         """Bytes of each that this process has given memory."""
+        self.sizes = defaultdict[int, int](int)
+        """Bytes of each that this process has written last."""
 
     def view(self, index: int, size: int | None = None) -> memoryview:
         """Return the first bytes of a buffer, or all."""
@@ -155,15 +157,21 @@ class OwnBuffers:
 
     def write(self, index: int, own: OwnState | None) -> int:
         """Write what is kept, if anything; return how many bytes, or 0: nothing, or there is no memory for it."""
+        self.clear(index)
+        size = self.sizes[index] = 0 if own is None else own.write(functools.partial(self.memory, index))
+        return size
+
+    def clear(self, index: int) -> None:
+        """Have nothing kept there."""
         if self._reserved[index]:
             self.view(index, LENGTH_BYTES)[:] = bytes(LENGTH_BYTES)
-        return 0 if own is None else own.write(functools.partial(self._memory, index))
 
     def read(self, index: int) -> OwnState | None:
         """Return what was written last; None: nothing."""
         return OwnState.read(self.view(index)) if any(self.view(index, LENGTH_BYTES)) else None
 
-    def _memory(self, index: int, size: int) -> memoryview | None:
+    def memory(self, index: int, size: int) -> memoryview | None:
+        """Return the first bytes of a buffer, to be written; None: there is no memory for them."""
         if size > self._each:
             return None
         if self._reserved[index] < size:
@@ -173,6 +181,29 @@ class OwnBuffers:
                 return None
             self._reserved[index] = size
         return self.view(index, size)
+
+
+@dataclass(frozen=True)
+class OwnBuffer:
+    """One of them, as what another host keeps or is to keep comes by a connection.
+
+    Args:
+        _all: the buffers.
+        _index: of this one.
+    """
+
+    _all: OwnBuffers
+    _index: int
+
+    @property
+    def written(self) -> memoryview:
+        """Return the bytes that this process has written last."""
+        return self._all.view(self._index, self._all.sizes[self._index])
+
+    def cleared(self, size: int) -> memoryview | None:
+        """Return so many bytes, to be written; None: there is no memory for them, and nothing is kept."""
+        self._all.clear(self._index)
+        return self._all.memory(self._index, size)
 
 
 def _view(buffer: memoryview, offset: int, shape: Iterable[int], dtype: torch.dtype) -> Tensor:

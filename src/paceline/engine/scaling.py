@@ -10,6 +10,7 @@ Both are files, so whoever may write the run's folder may scale it, from any hos
 
 import contextlib
 import json
+import math
 import os
 import time
 import uuid
@@ -91,26 +92,41 @@ def fitting(strategy: Strategy, cores: Iterable[int]) -> int:
     >>> fitting(Strategy(replicas="2..8", threads=2), [4, 7]), fitting(Strategy(replicas="2..8"), [1])
     (5, 2)
     >>> four = Strategy(replicas="1..8", stages=2, shards=2)  # workers a replica
-    >>> fitting(four, [7, 9]), fitting(four, [3, 2])
-    (3, 1)
+    >>> fitting(four, [7, 9]), fitting(four, [3, 2]), fitting(four, [3, 3, 3])
+    (3, 1, 2)
     """
     if strategy.least_replicas is None:
         return strategy.replicas
-    each = strategy.workers // strategy.replicas * (strategy.threads or 1)
-    return max(strategy.least_replicas, min(strategy.replicas, sum(cores_of_host // each for cores_of_host in cores)))
+    each, hosts = strategy.workers // strategy.replicas * (strategy.threads or 1), [*cores]
+    room = sum(there // each for there in hosts) or sum(hosts) // each  # where no host has room, replicas span several
+    return max(strategy.least_replicas, min(strategy.replicas, room))
 
 
-def next_host(replicas: Mapping[Host, int], cores: Mapping[Host, float]) -> Host:
-    """Return the host on which one more replica starts, all of its workers: the one with the fewest for its cores.
+def next_hosts(workers: int, placed: Mapping[Host, int], cores: Mapping[Host, float]) -> list[Host]:
+    """Return the host of each worker of one more replica: one that has so many cores, or as few as have them together.
+
+    Of those that do, it is the one with the fewest workers for its cores. A host without cores, as a cluster's head
+    often is, has none where others have some.
 
     Args:
-        replicas: how many each host has; a host without one need not be there.
+        workers: of a replica.
+        placed: workers that each host has; a host without one need not be there.
         cores: of each host.
 
-    >>> next_host({"a": 1, "b": 2}, {"a": 2, "b": 4})
-    'b'
+    >>> next_hosts(1, {"a": 1, "b": 2}, {"a": 2, "b": 4})
+    ['b']
+    >>> next_hosts(2, {"b": 4}, {"a": 1, "b": 4}), next_hosts(3, {}, {"a": 2, "b": 2})
+    (['b', 'b'], ['a', 'a', 'b'])
+    >>> next_hosts(1, {"worker": 3}, {"head": 0, "worker": 2})
+    ['worker']
     """
-    return min(cores, key=lambda host: (replicas.get(host, 0) + 1) / cores[host])
+    cores = {host: count for host, count in cores.items() if count} or dict.fromkeys(cores, 1.0)
+    large = [host for host in cores if cores[host] >= workers]
+    if large:
+        return [min(large, key=lambda host: (placed.get(host, 0) + workers) / cores[host])] * workers
+    each = math.ceil(workers / sum(cores.values()))  # workers a core
+    in_turn = sorted(cores, key=lambda host: ((placed.get(host, 0) + 1) / cores[host], -cores[host]))
+    return [host for host in in_turn for _ in range(max(1, int(cores[host] * each)))][:workers]
 
 
 def moves(staying: Collection[ReplicaId], replicas: int, bound: int) -> tuple[Sequence[ReplicaId], Sequence[ReplicaId]]:

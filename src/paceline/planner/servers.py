@@ -34,7 +34,7 @@ from paceline.aggregation import Aggregation, Buffered, LocalSteps, SmoothSwitch
 from paceline.clock.cluster_file import Links
 from paceline.clock.times import Delay
 from paceline.core.types import ReplicaId, Seconds
-from paceline.engine.scaling import next_host
+from paceline.engine.scaling import next_hosts
 
 # A direction of a host's link, or all servers together, which take part in each update.
 Resource: TypeAlias = tuple[Literal["outgoing", "incoming", "servers"], int]
@@ -63,7 +63,8 @@ def placement(hosts: int, replicas: int, servers: int) -> tuple[HostShare, ...]:
     """
     placed, cores = [list[ReplicaId]() for _ in range(hosts)], dict.fromkeys(range(hosts), 1.0)
     for replica in range(replicas):
-        placed[next_host(dict(enumerate(map(len, placed))), cores)].append(replica)
+        [host] = next_hosts(1, dict(enumerate(map(len, placed))), cores)
+        placed[host].append(replica)
     return tuple(HostShare(tuple(there), tuple(range(host, servers, hosts))) for host, there in enumerate(placed))
 
 

@@ -21,12 +21,16 @@ from cluster import ADDRESS, cluster, in_host  # noqa: E402
 from kit.hosts import hosts  # noqa: E402
 from torch.optim import SGD  # noqa: E402
 
-from paceline import WorkerError, launch  # noqa: E402
+from paceline import Run, Strategy, WorkerError, launch, train  # noqa: E402
 from paceline.engine.ray.engine import RayEngine  # noqa: E402
+from tests import oracle  # noqa: E402
 from tests.engine import programs  # noqa: E402
+from tests.engine.local.test_replica_group import ROUNDING  # noqa: E402
 
 PATIENCE_S = 350.0
-REPLICAS = 3
+STEPS = 9
+
+PROGRAM = programs.program(optimizer=functools.partial(SGD, lr=0.1, momentum=0.9))
 
 
 def lose(name: str) -> None:
@@ -50,27 +54,46 @@ def loop(worker: Any, *, folder: Path) -> None:
 
 
 def drive(folder: Path, strategy: str, options: dict[str, Any]) -> None:
-    """Train on the cluster, from its first host."""
-    program = programs.program(optimizer=functools.partial(SGD, lr=0.1, momentum=0.9))
-    settings: dict[str, Any] = {"progress": False, "evaluate_every": 10**6, "steps": 9, "timeout_s": 120.0, **options}
+    """Train on the cluster, from its first host; ``whole`` among the options: before, and as it says."""
+    whole = options.pop("whole", None)
+    settings: dict[str, Any] = {
+        "progress": False,
+        "evaluate_every": 10**6,
+        "steps": STEPS,
+        "timeout_s": 120.0,
+        **options,
+    }
     with RayEngine(ADDRESS) as engine:
+        same = None
+        if whole is not None:
+            same = is_one_process(train(PROGRAM, whole, engine=engine, **settings))
         try:
-            run = launch(functools.partial(loop, folder=folder), program, strategy, engine=engine, **settings)
+            run = launch(functools.partial(loop, folder=folder), PROGRAM, strategy, engine=engine, **settings)
         except WorkerError as error:
             print(json.dumps({"failed": str(error).splitlines()[0]}))
         else:
             left = [[departure.replica, departure.reason] for departure in run.left]
-            print(json.dumps({"updates": run.summary["updates"], "left": left, "loss": run.history[-1].train_loss}))
+            print(json.dumps({"updates": run.summary["updates"], "left": left, "same": same}))
+
+
+def is_one_process(run: Run) -> bool:
+    """Whether a run has the parameters of one process that makes the updates of all replicas."""
+    try:
+        oracle.assert_same(run.model, oracle.one_process(PROGRAM, run.strategy.replicas, STEPS), ROUNDING)
+    except AssertionError:
+        return False
+    return True
 
 
 def main(folder: str, strategy: str, options: str, lost: str) -> int:
     """Run it, and lose a host; an empty ``lost`` loses none."""
+    replicas = Strategy.parse(strategy).replicas
     with hosts(3) as names, cluster(names, [1, 1, 1]) as environment:
         words = [sys.executable, __file__, "drive", folder, strategy, options]
         process = subprocess.Popen(in_host(names[0], *words), env=environment, cwd=ROOT)
         deadline = time.monotonic() + PATIENCE_S
         while (
-            len([*Path(folder).glob("there-*")]) < REPLICAS and process.poll() is None and time.monotonic() < deadline
+            len([*Path(folder).glob("there-*")]) < replicas and process.poll() is None and time.monotonic() < deadline
         ):
             time.sleep(0.05)  # the mark is all that it is told
         if lost:

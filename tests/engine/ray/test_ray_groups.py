@@ -3,12 +3,9 @@
 import functools
 import json
 import os
-import secrets
 import signal
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,21 +29,6 @@ pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
 OnRay = Callable[..., Run]
 
 STEPS = 6
-
-
-@pytest.fixture(autouse=True)
-def folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No folder in which workers have met is left."""
-    tokens, token_hex = list[str](), secrets.token_hex
-
-    def noted(size: int) -> str:
-        tokens.append(token_hex(size))
-        return tokens[-1]
-
-    monkeypatch.setattr("paceline.engine.ray.ray_run.secrets.token_hex", noted)
-    yield
-    assert tokens
-    assert not [token for token in tokens if (Path(tempfile.gettempdir()) / f"paceline-{token}").exists()]
 
 
 def reading(worker: Any, *, folder: Path) -> None:
@@ -101,15 +83,6 @@ def test_a_may_be_in_several_servers(on_ray: OnRay, team: str) -> None:
     oracle.assert_same(run.model, oracle.one_process(program, 2, STEPS), ROUNDING)
     whole = on_ray(program, f"replicas=2 servers=1 {team}", steps=STEPS)
     assert run.summary["notes"]["server_optimizer_bytes"] == whole.summary["notes"]["server_optimizer_bytes"] > 0
-
-
-@pytest.mark.parametrize("team", ["stages=2 micro_batches=2", "stages=2 shards=2 micro_batches=2"])
-def test_the_last_of_them_removes_the_folder_in_which_they_have_met(
-    on_ray: OnRay, monkeypatch: pytest.MonkeyPatch, team: str
-) -> None:
-    """Main, which removes those of the dead, may be on another host."""
-    monkeypatch.setattr("paceline.engine.ray.ray_run.shutil", SimpleNamespace(rmtree=lambda *_, **__: None))
-    assert on_ray(programs.program(), f"replicas=2 {team}", steps=STEPS).summary["updates"] == STEPS
 
 
 # --------------------------------------------------------------------------------------------------------------- deaths

@@ -26,11 +26,14 @@ def told(folder: Path, strategy: str, lost: str, **options: Any) -> dict[str, An
     return said
 
 
-def test_a_lost_host_takes_its_replica_alone(tmp_path: Path) -> None:
-    run = told(tmp_path, "replicas=3 servers=2 aggregation=asynchronous", "2")
+def test_replicas_span_hosts_and_a_lost_host_takes_its_own_alone(tmp_path: Path) -> None:
+    """Each host has one core, so the replicas are on hosts 0 and 1, 2 and 0, and 1 and 2."""
+    whole = "replicas=3 servers=2 stages=2 micro_batches=2"
+    run = told(tmp_path, "replicas=3 servers=2 shards=2 aggregation=asynchronous", "2", whole=whole)
+    assert run["same"] is True
     assert run["updates"] >= 9
-    [(_, reason)] = run["left"]
-    assert reason
+    assert sorted(replica for replica, _ in run["left"]) == [1, 2]
+    assert all(reason for _, reason in run["left"])
 
 
 def test_or_ends_the_run_with_its_server_and_the_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import json
 import socket
-import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -30,7 +29,7 @@ from paceline.engine.server.calls import Caller
 from paceline.engine.server.messages import Ended, Result, WorkerMeasurements
 from paceline.engine.server.peer import Peer, PeerError
 from paceline.engine.server.replica_group import with_workers
-from paceline.engine.server.run_control import BackgroundTasks, ServerLostError, server_error
+from paceline.engine.server.run_control import BackgroundTasks, EventLoopThread, ServerLostError, server_error
 from paceline.engine.server.server_host import ServerHost
 from paceline.engine.server.server_run import ServerRun
 from paceline.engine.server.wire import Listener, StreamAddress
@@ -313,22 +312,18 @@ class ServerThread:
 
     def __init__(self, make: Callable[[], RankHost], address: str) -> None:
         self._make, self._interface = make, address
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="server of A", daemon=True)
-        self._thread.start()
+        self._thread = EventLoopThread("server of A")
         self.host, self.address = self.submit(self._listen()).result()
         """The server; where it listens."""
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine in the thread."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return self._thread.submit(coroutine)
 
     def close(self) -> None:
         """End the server and the thread."""
         self.submit(self._close()).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.close()
 
     async def _listen(self) -> tuple[RankHost, StreamAddress]:
         host = self._make()
@@ -352,5 +347,3 @@ class ServerThread:
     async def _close(self) -> None:
         await self.host.close()
         self._listener.close()
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            task.cancel()

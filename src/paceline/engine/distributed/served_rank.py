@@ -4,7 +4,6 @@ import contextlib
 import functools
 import os
 import queue
-import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.aggregation import text_of
 from paceline.core.errors import InputError, PacelineError, WorkerError, encode_failure
 from paceline.engine.base import Job, Outcome, Progress, Watcher
 from paceline.engine.distributed.agreement import check_job
@@ -22,9 +20,10 @@ from paceline.engine.loop import InterruptGuard
 from paceline.engine.run_context import first_state
 from paceline.engine.server import messages
 from paceline.engine.server.calls import SocketPeer
+from paceline.engine.server.gang import Gang, GangListener
 from paceline.engine.server.peer import PeerError
 from paceline.engine.server.push_client import CancelFlag
-from paceline.engine.server.replica_group import Gang, follow, lead
+from paceline.engine.server.replica_group import follow, lead
 from paceline.engine.server.served_replica import on_servers_clock, run_replica
 from paceline.engine.server.server_link import ServerLinks
 from paceline.engine.server.wire import StreamAddress
@@ -132,23 +131,19 @@ class ServedRank:
         return in_turn[: self._job.strategy.servers or usual_servers(len(hosts), self._layout.parameter_bytes)]
 
     def _gang_of(self, context: RankContext) -> Gang:
-        """Return the workers of this rank's replica, which are on one host; all ranks call it together."""
+        """Return the workers of this rank's replica; all ranks call it together."""
         if self._initialized:
             raise InputError(
                 "the workers of each replica make a process group of their own, but this process has one already; call "
                 "torch.distributed.destroy_process_group() before"
             )
-        mesh, peers, policy = self._job.strategy.mesh, context.registry.peers, self._job.strategy.aggregation
-        for replica in range(mesh.replicas):
-            hosts = {peers[rank].kernel: peers[rank].host for rank in mesh.replica_ranks(replica)}
-            if len(hosts) > 1:
-                raise InputError(
-                    f"the {mesh.per_replica} workers of replica {replica} are on {len(hosts)} hosts "
-                    f"({', '.join(hosts.values())}), but under aggregation={text_of(policy)} they "
-                    f"share memory; start a multiple of {mesh.per_replica} processes on each host"
-                )
-        tokens = context.gather(secrets.token_hex(16), "the others' replicas")
-        return Gang(self._job, self._replica, tokens[mesh.replica_ranks(self._replica).start])
+        first = self._job.strategy.mesh.replica_ranks(self._replica).start
+        interface, listener = own_address(one_host=self._world.one_host), None
+        if first == self._world.rank:
+            listener = GangListener(interface)
+            self._closing.callback(listener.close)
+        addresses = context.gather(None if listener is None else listener.address, "the others' replicas")
+        return Gang(self._job, self._replica, interface, addresses[first], listener)
 
     def _new_server(self, context: RankContext, servers: Sequence[int], address: str) -> RankHost:
         if self._world.rank:
@@ -228,7 +223,6 @@ class ServedRank:
         try:
             return follow(gang, assignment, number) if number else lead(gang, assignment, links, self._cancel)
         finally:
-            gang.leave()
             os.environ |= environment
 
     def _taken(self) -> messages.Result | PacelineError:

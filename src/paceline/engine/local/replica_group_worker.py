@@ -25,6 +25,7 @@ from paceline.engine.local.worker_main import SharedMemoryClient, connected
 from paceline.engine.local.worker_processes import PEER_DIED
 from paceline.engine.run_context import RunContext, set_threads_and_seed
 from paceline.engine.spmd.group_member import GroupMember, error_message, open_member
+from paceline.engine.spmd.process_group import Rendezvous
 from paceline.engine.spmd.replica_group import CommandPipe, EndCommand, Leave, PeerExited, send_all
 from paceline.engine.worker import ClientWorker, InstrumentedReplica, WorkerMetrics
 from paceline.replica.flat_state import FlatLayout, FlatState
@@ -59,7 +60,8 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
             return ArenaMemory(arena, place.replica)
 
         try:
-            with open_member(job, place, args["store"], args["kept"], memory, recorder) as member:
+            meeting = Rendezvous.by_file(number - ranks.start, len(ranks), args["store"])
+            with open_member(job, place, meeting, args["kept"], memory, recorder) as member:
                 worker = _Worker(member, number, place, recorder)
                 leads = number == ranks.start
                 others = [other for other in ranks if other != number] if leads else [ranks.start]

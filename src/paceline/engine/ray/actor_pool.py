@@ -16,7 +16,7 @@ from paceline.engine.base import Job
 from paceline.engine.ray.actors import CONTROL, EvaluatorActor, ServerActor, WorkerLocation
 from paceline.engine.ray.cluster import missing_package
 from paceline.engine.ray.replica import ReplicaActor
-from paceline.engine.scaling import next_host
+from paceline.engine.scaling import next_hosts
 
 # Time that a process that imports torch may take to start with others, in addition to timeout_s.
 EACH_S: Seconds = 10.0
@@ -36,7 +36,7 @@ class ActorPool:
         self.locations: dict[Any, WorkerLocation] = {}
         """The process and the node of each actor."""
         self._nodes: dict[Any, str] = {}
-        """The node that each replica was scheduled on."""
+        """The node that each worker was scheduled on."""
         self._workers = 1
         """Of each replica."""
         self._followers: dict[Any, list[Any]] = {}
@@ -179,19 +179,21 @@ class ActorPool:
             self.others.append(new_server(NodeAffinitySchedulingStrategy(node, soft=False)))
 
     def _new_replica(self) -> Any:
-        """Start a replica, all of its workers, on one node.
+        """Start a replica: all of its workers on one node that has enough cores, or on several.
 
-        Ray 2.60's SPREAD, and its soft affinity, may put three of four actors on one node of two.
+        Ray 2.60's SPREAD, and its soft affinity, may put three of four actors on one node of two, and its placement
+        groups pack by resources of their own, which a node without a core to spare has not.
         """
-        counts = Counter(self._nodes[replica] for replica in self.replicas)
-        cores: dict[str, float] = {n["NodeID"]: n["Resources"].get("CPU", 1.0) for n in nodes_in_turn()}
-        node = next_host(counts, cores)
-        # Which node has a free GPU is Ray's to find.
-        strategy = "SPREAD" if self._gpus else NodeAffinitySchedulingStrategy(node, soft=False)
-        options = {"num_cpus": 0, "num_gpus": self._gpus, "scheduling_strategy": strategy}
-        actor = ray.remote(**options, concurrency_groups={CONTROL: 1})(ReplicaActor)
-        handle, *followers = [actor.remote() for _ in range(self._workers)]
-        self._nodes[handle] = node
+        placed = Counter(self._nodes[worker] for replica in self.replicas for worker in self.workers(replica))
+        cores: dict[str, float] = {n["NodeID"]: n["Resources"].get("CPU", 0.0) for n in nodes_in_turn()}
+        workers = list[Any]()
+        for node in next_hosts(self._workers, placed, cores):
+            # Which node has a free GPU is Ray's to find.
+            strategy = "SPREAD" if self._gpus else NodeAffinitySchedulingStrategy(node, soft=False)
+            options = {"num_cpus": 0, "num_gpus": self._gpus, "scheduling_strategy": strategy}
+            workers.append(ray.remote(**options, concurrency_groups={CONTROL: 1})(ReplicaActor).remote())
+            self._nodes[workers[-1]] = node
+        handle, *followers = workers
         if followers:
             self._followers[handle] = followers
         return handle

@@ -107,7 +107,7 @@ class Cluster:
         """Return the number of cores of each node that is alive."""
         import ray
 
-        return [int(node["Resources"].get("CPU", 1)) for node in ray.nodes() if node["Alive"]]
+        return [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
 
     def close(self) -> None:
         """Disconnect; ends a Ray of our own."""

@@ -8,8 +8,6 @@ import contextlib
 import json
 import math
 import os
-import secrets
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -31,7 +29,7 @@ from paceline.engine.ray.server_client import ServerClient
 from paceline.engine.run_context import first_state
 from paceline.engine.scaling import ScaleRequests, fitting, scaling_files
 from paceline.engine.server import messages
-from paceline.engine.server.replica_group import Gang, with_workers
+from paceline.engine.server.replica_group import with_workers
 from paceline.engine.server_optimizer import usual_servers
 from paceline.engine.worker_metrics import training_spans, update_workers_file, workers_file
 from paceline.replica.flat_state import write
@@ -304,16 +302,12 @@ class RayRun:
     def _run_replica(self, part: messages.ReplicaAssignment) -> None:
         """Start a replica in its actors."""
         actors = self._actors
-        if self._job.strategy.spread:
-            part = part._replace(token=secrets.token_hex(16))
-            folder = Gang(self._job, part.replica, part.token).folder  # if they are killed, none of them removes it
-            self._closing.callback(shutil.rmtree, folder, ignore_errors=True)
-            self._cluster.janitor.remove_on_exit(folder)
+        workers = actors.workers(actors.replicas[part.replica])
+        listener = [workers[0].listen.options(concurrency_group=CONTROL).remote()] if self._job.strategy.spread else []
         servers = [actors.server, *actors.others]
         common = self._job_parts, part, servers, actors.locations[actors.server].node, versions()
-        workers = zip(self._workers_of(part.replica), actors.workers(actors.replicas[part.replica]), strict=True)
-        for number, (place, actor) in enumerate(workers):
-            self._running[actor.run.remote(*common, number)] = part, place
+        for number, (place, worker) in enumerate(zip(self._workers_of(part.replica), workers, strict=True)):
+            self._running[worker.run.remote(*common, number, listener)] = part, place
 
     def _workers_of(self, replica: ReplicaId) -> list[Coordinate]:
         """Return the places of a replica's workers."""

@@ -5,17 +5,21 @@ import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import ray
+
 from paceline.comm.linux import keep_freed_memory
 from paceline.core.errors import encode_failure
 from paceline.engine.base import Job
 from paceline.engine.ray.actors import Actor, RayPeer, refuse_other_versions
 from paceline.engine.server import messages
+from paceline.engine.server.gang import Gang, GangListener
 from paceline.engine.server.messages import ReplicaAssignment
 from paceline.engine.server.peer import PeerError
 from paceline.engine.server.push_client import CancelFlag
-from paceline.engine.server.replica_group import Gang, follow, lead
+from paceline.engine.server.replica_group import follow, lead
 from paceline.engine.server.served_replica import on_servers_clock, run_replica
 from paceline.engine.server.server_link import ServerLink, ServerLinks
+from paceline.engine.server.wire import StreamAddress
 from paceline.engine.spmd.group_member import error_message
 from paceline.engine.spmd.replica_group import PeerExited
 
@@ -27,6 +31,8 @@ class ReplicaActor(Actor):
         keep_freed_memory()
         self._cancel = CancelFlag(-1)
         self._link = ServerLink(-1, None, 0.0)
+        self._listener: GangListener | None = None
+        """Where the other workers of the replica find this one."""
         self._newest: tuple[int, RayPeer | None] = -1, None
         """The newest server that was named, and the run that it is of."""
 
@@ -39,6 +45,13 @@ class ReplicaActor(Actor):
         self._newest = run, RayPeer(server)
         self._link.turn_to(*self._newest)
 
+    def listen(self) -> StreamAddress:
+        """Return where the other workers find the first one, which this is, in the next run."""
+        if self._listener is not None:
+            self._listener.close()
+        self._listener = GangListener(self._interface)
+        return self._listener.address
+
     def run(
         self,
         parts: Sequence[messages.Bytes],
@@ -47,11 +60,21 @@ class ReplicaActor(Actor):
         node: str,
         versions: Mapping[str, str],
         number: int = 0,
+        listener: Sequence[Any] = (),
     ) -> messages.Ended:
-        """Be a replica, or a worker of one, to the end of a run, whose first server's node has these versions."""
+        """Be a replica, or a worker of one, to the end of a run.
+
+        Args:
+            parts: of the job, which is packed.
+            assignment: of the replica.
+            servers: their actors, the first one first.
+            node: of the first server.
+            versions: on that node.
+            number: of this worker in the replica.
+            listener: future result of the first worker's ``listen``, where there are several.
+        """
         self._cancel = cancel = CancelFlag(assignment.run)
         tell: Callable[[BaseException], bytes] = functools.partial(encode_failure, assignment.replica)
-        gang: Gang | None = None
         try:
             refuse_other_versions(versions)  # this node may have joined the cluster later
             job: Job = messages.unpack(parts)
@@ -62,7 +85,7 @@ class ReplicaActor(Actor):
             if not job.strategy.spread:
                 ended = run_replica(job, assignment, links, cancel)
             else:
-                gang = Gang(job, assignment.replica, assignment.token)
+                gang = Gang(job, assignment.replica, self._interface, self._found(listener), self._listener)
                 tell = functools.partial(error_message, gang.places[number])
                 ended = follow(gang, assignment, number) if number else lead(gang, assignment, links, cancel)
             if node != self.place().node and ended.spans:
@@ -76,5 +99,18 @@ class ReplicaActor(Actor):
             return messages.Ended(tell(error), [])
         finally:
             gc.collect()  # modules are in reference cycles, which would keep arrays in the object store
-            if gang is not None:
-                gang.leave()
+
+    @property
+    def _interface(self) -> str:
+        """Address by which Ray knows this host."""
+        address: str = ray.util.get_node_ip_address()
+        return address
+
+    @staticmethod
+    def _found(listener: Sequence[Any]) -> StreamAddress:
+        """Return where the first worker is found."""
+        try:
+            address: StreamAddress = ray.get(listener[0])
+        except ray.exceptions.RayActorError as error:
+            raise PeerExited("the replica's first worker") from error
+        return address

@@ -68,8 +68,6 @@ class ReplicaAssignment(NamedTuple):
     """Micro-steps of these attempts since the run began or was resumed."""
     kept: Mapping[str, Any] | None = None
     """What the workers before had chosen, where a replica has several."""
-    token: str = ""
-    """By which these workers find each other."""
 
 
 class ServerGrant(NamedTuple):

@@ -8,7 +8,7 @@ from paceline.comm.shm.region import TOKEN_BYTES
 from paceline.comm.shm.rendezvous import SegmentAddress, address_of, create_segment
 from paceline.core.errors import PacelineError
 from paceline.core.types import Clock
-from paceline.engine.own_states import OwnBuffers, OwnState
+from paceline.engine.own_states import OwnBuffer, OwnBuffers, OwnState
 from paceline.engine.server.messages import Bytes, PushCompletion, arrays_of
 from paceline.replica.flat_state import FlatLayout, FlatState
 
@@ -25,6 +25,7 @@ class PushBuffers:
         own_bytes: address space of each of these buffers.
         workers: of the replica.
         address: where another process finds the memory; None: this one creates it.
+        sparse: whether it has memory only where it is written, since one worker has its part of A there.
 
     Raises:
         PacelineError: there is not so much, or other memory at the address.
@@ -32,7 +33,13 @@ class PushBuffers:
     """
 
     def __init__(
-        self, layout: FlatLayout, address: SegmentAddress | None = None, *, own_bytes: int = 0, workers: int = 1
+        self,
+        layout: FlatLayout,
+        address: SegmentAddress | None = None,
+        *,
+        own_bytes: int = 0,
+        workers: int = 1,
+        sparse: bool = False,
     ) -> None:
         arena = Arena()
         arena.add("token", (TOKEN_BYTES,), torch.uint8)
@@ -44,7 +51,7 @@ class PushBuffers:
         touched = arena.size_bytes
         own_begin = arena.add("own", ((workers + 1) * own_bytes,), torch.uint8)
         if address is None:
-            self._segment = create_segment("push", arena.size_bytes, reserved_bytes=touched)
+            self._segment = create_segment("push", arena.size_bytes, reserved_bytes=0 if sparse else touched)
         elif address.size_bytes == arena.size_bytes:
             self._segment = address.open()
         else:
@@ -82,6 +89,14 @@ class PushBuffers:
     def part(self, worker: int) -> OwnState | None:
         """Return what a worker but the first has left; None: nothing."""
         return self._own.read(worker + 1)
+
+    def kept_bytes(self, attempt: Clock) -> memoryview:
+        """Return what this process has written of what the replica keeps after an attempt; empty: nothing."""
+        return OwnBuffer(self._own, attempt % 2).written
+
+    def part_buffer(self, worker: int) -> OwnBuffer:
+        """Return the buffer of what a worker but the first keeps."""
+        return OwnBuffer(self._own, worker + 1)
 
     @property
     def address(self) -> SegmentAddress:

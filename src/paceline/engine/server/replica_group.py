@@ -1,48 +1,38 @@
-"""A replica of several workers that pushes to servers: a process for each of them, all on one host.
+"""A replica of several workers that pushes to servers: a process for each of them.
 
 ::
 
-    leader     listen at a socket in a folder of their own ... address of the memory of Δ and A, commands ... push
-    follower   connect ........................................ map it, its part of the replica
+    leader     address of the memory of Δ and A, commands ................ push
+    follower   map it, or memory of its own on another host ... its part
 
 The leader is the client of the server, as a replica of one worker is. The followers read A and write Δ in its memory,
-so one version of A is read by all of them, and what is pushed is one Δ.
+or are sent their part and send it (:mod:`paceline.engine.server.gang`); so one version of A is read by all of them, and
+what is pushed is one Δ.
 """
 
 import contextlib
-import json
-import os
-import socket
-import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 from paceline.comm.shm.rendezvous import SegmentAddress
-from paceline.core.errors import WaitTimeoutError, WorkerError
 from paceline.core.mesh import Coordinate, Mesh
 from paceline.core.records import Account, WorkerFigures
-from paceline.core.types import Seconds, Version
-from paceline.engine.base import Job
+from paceline.core.types import Version
 from paceline.engine.own_states import OwnState, own_bytes
 from paceline.engine.run_context import RunContext, set_threads_and_seed
 from paceline.engine.server import messages
 from paceline.engine.server.delta_codec import DeltaCodec
+from paceline.engine.server.gang import Gang, RemotePipe
 from paceline.engine.server.messages import ReplicaAssignment
 from paceline.engine.server.push_buffers import PushBuffers
 from paceline.engine.server.push_client import CancelFlag, PushClient
 from paceline.engine.server.server_link import ServerLinks
 from paceline.engine.server_optimizer import server_slices
-from paceline.engine.spmd.group_member import open_member
+from paceline.engine.spmd.group_member import GroupMember, open_member
 from paceline.engine.spmd.replica_group import CommandPipe, EndCommand, Leave, send_all
 from paceline.engine.worker import ClientWorker, InMemorySink, InstrumentedReplica, WorkerMetrics
 from paceline.engine.worker_metrics import SpanLog, worker_figures
 from paceline.replica.flat_state import FlatLayout, FlatState
-
-# Period at which a follower looks for its leader.
-LOOK_S: Seconds = 0.02
 
 
 @dataclass(frozen=True)
@@ -67,116 +57,33 @@ class PushMemory:
         return self.buffers.delta
 
 
-@dataclass(frozen=True)
-class Gang:
-    """The workers of one replica, as they find each other.
-
-    Args:
-        job: what is run.
-        replica: its number.
-        token: of this incarnation of it.
-    """
-
-    job: Job
-    replica: int
-    token: str
-
-    @property
-    def folder(self) -> Path:
-        """Folder in which they meet; only processes of this user see into it."""
-        return Path(tempfile.gettempdir()) / f"paceline-{self.token}"
-
-    @property
-    def places(self) -> list[Coordinate]:
-        """Places of the workers, the leader's first."""
-        mesh = self.job.strategy.mesh
-        return [mesh.coordinate(rank) for rank in mesh.replica_ranks(self.replica)]
-
-    def leave(self) -> None:
-        """Remove the folder if this worker is the last of them; to be called once its process group is gone.
-
-        Torch 2.13's FileStore removes its file with the last of its ranks, but aborts a process whose folder goes
-        meanwhile.
-        """
-        with contextlib.suppress(OSError):
-            self.folder.rmdir()
-
-    @contextlib.contextmanager
-    def led(self) -> Iterator[list[CommandPipe]]:
-        """Context manager of the leader: pipes to all followers, in their order.
-
-        Raises:
-            WaitTimeoutError: some do not come in time.
-        """
-        followers, timeout_s = self.places[1:], self.job.timeout_s
-        self.folder.mkdir(mode=0o700)
-        with contextlib.ExitStack() as closing:
-            closing.callback((self.folder / "leader").unlink, missing_ok=True)
-            connections = dict[int, Connection]()
-            with socket.socket(socket.AF_UNIX) as listening:
-                with _by_descriptor(self.folder) as short:
-                    listening.bind(f"{short}/leader")
-                listening.listen(len(followers))
-                listening.settimeout(timeout_s)
-                while len(connections) < len(followers):
-                    try:
-                        accepted, _ = listening.accept()
-                    except TimeoutError:
-                        absent = [p.label for i, p in enumerate(followers, 1) if i not in connections]
-                        raise WaitTimeoutError(
-                            f"replica {self.places[0].label} waited {timeout_s:g} s for {', '.join(absent)} to start; "
-                            "write a larger timeout_s="
-                        ) from None
-                    connection = closing.enter_context(Connection(accepted.detach()))
-                    connections[int(connection.recv_bytes())] = connection
-            yield [
-                CommandPipe(connections[i], f"replica {place.label}", timeout_s) for i, place in enumerate(followers, 1)
-            ]
-
-    @contextlib.contextmanager
-    def followed(self, worker: int) -> Iterator[CommandPipe]:
-        """Context manager of a follower: the pipe to its leader.
-
-        Raises:
-            WorkerError: there is none.
-        """
-        deadline = time.monotonic() + self.job.timeout_s
-        with socket.socket(socket.AF_UNIX) as found:
-            while True:
-                try:
-                    with _by_descriptor(self.folder) as short:
-                        found.connect(f"{short}/leader")
-                    break
-                except OSError as error:
-                    if time.monotonic() > deadline:
-                        raise WorkerError(f"replica {self.places[worker].label} found no leader: {error}") from error
-                    time.sleep(LOOK_S)  # it says nothing before it listens
-            with Connection(found.detach()) as connection:
-                connection.send_bytes(str(worker).encode())
-                yield CommandPipe(connection, f"replica {self.places[0].label}", self.job.timeout_s)
-
-
-@contextlib.contextmanager
-def _by_descriptor(folder: Path) -> Iterator[str]:
-    """Context manager: a short name of a folder, for a socket's has 107 bytes at most; OSError if it is absent."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        yield f"/proc/self/fd/{descriptor}"
-    finally:
-        os.close(descriptor)
-
-
 def share_buffers(buffers: PushBuffers, pipes: Sequence[CommandPipe]) -> PushMemory:
-    """Tell all followers where the memory of Δ and A is."""
+    """Tell all followers of this host where the memory of Δ and A is, and the others that they have none."""
     for pipe in pipes:
-        pipe.send(json.dumps(asdict(buffers.address)))
+        pipe.send(None if isinstance(pipe, RemotePipe) else asdict(buffers.address))
     return PushMemory(buffers)
 
 
 def shared_buffers(pipe: CommandPipe, layout: FlatLayout, own_bytes: int, workers: int) -> PushBuffers:
-    """Map the memory of Δ and A that the leader has."""
-    address = SegmentAddress(**json.loads(pipe.answer("the memory of Δ and A")))
-    return PushBuffers(layout, address, own_bytes=own_bytes, workers=workers)
+    """Map the memory of Δ and A that the leader has, or make such memory for a part of them."""
+    found = pipe.answer("the memory of Δ and A")
+    address = None if found is None else SegmentAddress(**found)
+    return PushBuffers(layout, address, own_bytes=own_bytes, workers=workers, sparse=True)
+
+
+def bind(pipe: CommandPipe, member: GroupMember[PushMemory], number: int, *, keeps: bool) -> None:
+    """Have what a follower on another host reads and writes travel by its pipe, at either end.
+
+    Args:
+        pipe: of that follower, or of another one.
+        member: of the worker at this end.
+        number: of the follower.
+        keeps: whether the replica keeps something that is read.
+    """
+    if isinstance(pipe, RemotePipe):
+        buffers = member.memory.buffers
+        read, written = member.part_of(number, buffers.sent, buffers.delta)
+        pipe.bind([*read, buffers.version], written, buffers.part_buffer(number) if keeps else None)
 
 
 def merged(own: OwnState | None, buffers: PushBuffers, workers: int) -> OwnState | None:
@@ -193,13 +100,13 @@ def lead(gang: Gang, assignment: ReplicaAssignment, links: ServerLinks, cancel: 
     with contextlib.ExitStack() as closing:
         spans = SpanLog(job.trace, *gang.places[0])
         closing.callback(spans.close)
-        pipes = closing.enter_context(gang.led())
+        pipes, rendezvous = closing.enter_context(gang.led())
 
         def memory(run: RunContext, layout: FlatLayout) -> PushMemory:
             return share_buffers(PushBuffers(layout, own_bytes=own_bytes(run, layout), workers=len(gang.places)), pipes)
 
-        path, kept = str(gang.folder / "ranks"), assignment.kept or {}
-        member = closing.enter_context(open_member(job, gang.places[0], path, kept, memory, spans.recorder))
+        kept = assignment.kept or {}
+        member = closing.enter_context(open_member(job, gang.places[0], rendezvous, kept, memory, spans.recorder))
         context, size, buffers = member.run, member.parameter_bytes, member.memory.buffers
         attempt = max(assignment.attempt, context.positions[replica].attempt)
         slices = server_slices(context, member.layout, links.count)
@@ -207,13 +114,15 @@ def lead(gang: Gang, assignment: ReplicaAssignment, links: ServerLinks, cancel: 
         client = PushClient(links, slices, codecs, assignment, attempt, buffers, cancel, sink, job.timeout_s)
         closing.callback(client.close)
         own = member.own if own_bytes(context, member.layout) else None
+        for number, pipe in enumerate(pipes, 1):
+            bind(pipe, member, number, keeps=own is not None)
         if own is not None:
             before = client.go_on(lambda: merged(OwnState.of(own), buffers, len(gang.places)))
             if before is not None:
                 before.restore(own, member.layout)
             buffers.leave(attempt, before)  # for the others
             for pipe in pipes:
-                pipe.send(attempt)
+                pipe.send(bytes(buffers.kept_bytes(attempt)) if isinstance(pipe, RemotePipe) else attempt)
         metrics = WorkerMetrics(sink, replica, spans.recorder, 2 * size, context.per_step)
         measured = InstrumentedReplica(member.leader(pipes, client, lambda _: None), metrics, client, size)
         worker = ClientWorker(context, replica, measured, client, metrics, assignment.micro_steps)
@@ -234,19 +143,25 @@ def follow(gang: Gang, assignment: ReplicaAssignment, number: int) -> messages.E
     with contextlib.ExitStack() as closing:
         spans = SpanLog(job.trace, *place)
         closing.callback(spans.close)
-        pipe = closing.enter_context(gang.followed(number))
+        pipe, rendezvous = closing.enter_context(gang.followed(number))
 
         def memory(run: RunContext, layout: FlatLayout) -> PushMemory:
             buffers = shared_buffers(pipe, layout, own_bytes(run, layout), workers)
             closing.callback(buffers.close)
             return PushMemory(buffers)
 
-        path, kept = str(gang.folder / "ranks"), assignment.kept or {}
-        member = closing.enter_context(open_member(job, place, path, kept, memory, spans.recorder))
-        buffers = member.memory.buffers
+        kept = assignment.kept or {}
+        member = closing.enter_context(open_member(job, place, rendezvous, kept, memory, spans.recorder))
+        buffers, keeps = member.memory.buffers, own_bytes(member.run, member.layout) > 0 and member.own is not None
+        bind(pipe, member, number, keeps=keeps)
         leave: Leave = lambda _: None  # noqa: E731
-        if own_bytes(member.run, member.layout) and (own := member.own) is not None:
-            before = buffers.kept(pipe.answer("what the replica kept"))
+        if keeps and (own := member.own) is not None:
+            found = pipe.answer("what the replica kept")
+            before = (
+                (OwnState.read(memoryview(found)) if found else None)
+                if isinstance(found, bytes)
+                else buffers.kept(found)
+            )
             if before is not None:
                 before.restore(own, member.layout)
             leave = lambda _: buffers.leave_part(number, OwnState.of(own))  # noqa: E731

@@ -2,13 +2,17 @@
 
 import asyncio
 import contextlib
+import threading
 import time
 import traceback
 from collections.abc import Coroutine, Iterator
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.types import Nanoseconds, Seconds
+
+T = TypeVar("T")
 
 
 class ServerLostError(WorkerError):
@@ -85,6 +89,35 @@ class BackgroundTasks:
     def cancel(self) -> None:
         """Cancel those that have not ended."""
         for task in self._tasks:
+            task.cancel()
+
+
+class EventLoopThread:
+    """An event loop in a thread of its own.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine there."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def close(self) -> None:
+        """Cancel what runs there, and end the thread; idempotent."""
+        if not self._loop.is_closed():
+            self.submit(self._cancel()).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    async def _cancel(self) -> None:
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
 
 

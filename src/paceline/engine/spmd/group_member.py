@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 
 from paceline.core import errors
 from paceline.core.mesh import Coordinate
 from paceline.engine.base import Job
 from paceline.engine.run_context import RunContext
 from paceline.engine.spmd.pipeline_rank import PipelineRank
-from paceline.engine.spmd.process_group import BACKEND, LaunchEnv, file_rendezvous
+from paceline.engine.spmd.process_group import LaunchEnv, Rendezvous
 from paceline.engine.spmd.rank_context import RankContext, RankSetup, build_once_per_host, open_rank_context
 from paceline.engine.spmd.replica_group import (
     CommandPipe,
@@ -29,10 +30,11 @@ from paceline.engine.spmd.replica_group import (
     ReplicaLeader,
     ShardIO,
 )
+from paceline.engine.spmd.shard_views import owned_names, part_of
 from paceline.engine.spmd.tensor_parallel_rank import TensorParallelRank
 from paceline.engine.worker import WorkerMetrics
 from paceline.replica.base import Replica, micro_steps
-from paceline.replica.flat_state import FlatLayout
+from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.replica.local_sgd import KeepsState
 from paceline.replica.module_utils import materialize
 from paceline.trace.recorder import AnyRecorder
@@ -68,6 +70,20 @@ class GroupMember(Generic[Memory]):
             inner = stepping = ranks.stepping(inner, lambda square: sum(gather(square, "the norm of a gradient")))
             reset, self.own = stepping.forget, stepping
         self._part = ShardIO(memory, place, ranks, inner, reset)
+        self._ranks = ranks
+
+    def part_of(self, number: int, whole: FlatState, delta: FlatState) -> tuple[list[Tensor], list[Tensor]]:
+        """Return views of what a worker of the replica reads of A, and of what it writes of Δ.
+
+        Args:
+            number: of the worker.
+            whole: A.
+            delta: Δ.
+        """
+        mesh, stages = self._ranks.mesh, self._ranks.stages
+        place = mesh.coordinate(number)
+        stage, shard = stages[place.stage], mesh.shard(place)
+        return part_of(whole, stage, shard), part_of(delta, stage, shard, owned_names(stages, mesh, place))
 
     def leader(self, pipes: Sequence[CommandPipe], client: GroupClient, leave: Leave) -> ReplicaLeader:
         """Return the replica as the worker with the client has it."""
@@ -90,17 +106,17 @@ class GroupMember(Generic[Memory]):
 def open_member(
     job: Job,
     place: Coordinate,
-    path: str,
+    rendezvous: Rendezvous,
     kept: Mapping[str, Any],
     memory: Callable[[RunContext, FlatLayout], Memory],
     recorder: AnyRecorder,
 ) -> Iterator[GroupMember[Memory]]:
-    """Context manager: a worker of a replica, whose workers are all on this host and enter it together.
+    """Context manager: a worker of a replica, whose workers enter it together.
 
     Args:
         job: what is run.
         place: of the worker in the run.
-        path: of the file by which they meet.
+        rendezvous: of these workers, in the order of their ranks.
         kept: what the replica's dead workers had chosen, whose place these take.
         memory: run, layout of A -> memory in which the replica reads A and writes Δ.
         recorder: of this worker's spans.
@@ -109,18 +125,18 @@ def open_member(
         PeerExited: another worker of the replica has exited.
         PacelineError: it names the worker.
     """
-    mesh = job.strategy.mesh
-    ranks = mesh.replica_ranks(place.replica)
-    size, rank = len(ranks), mesh.rank(place) - ranks.start
+    size, backend = rendezvous.size, rendezvous.backend
     if size > 1:
-        file_rendezvous(rank, size, path, job.timeout_s)
-    world = LaunchEnv(rank, size, job.strategy.workers, one_host=True)
+        rendezvous.join(job.timeout_s)
+    # On one host, there are those of other replicas besides.
+    local = job.strategy.workers if rendezvous.one_host else rendezvous.local_size
+    world = LaunchEnv(rendezvous.rank, size, local, rendezvous.one_host)
     try:
-        group = open_rank_context(world, BACKEND, "cpu", job.timeout_s, watched=True)
+        group = open_rank_context(world, backend, "cpu", job.timeout_s, watched=True)
         with group as context, _named(place, context):
             with build_once_per_host(functools.partial(materialize, job.program), context) as module:
                 layout, run = FlatLayout.of(module, job.running_buffers), RunContext(job)
-                setup = RankSetup(run, context, BACKEND, module, layout, place.replica, kept)
+                setup = RankSetup(run, context, backend, module, layout, place.replica, kept)
                 member = GroupMember(setup, place, memory(run, layout), recorder)
             yield member
     finally:

@@ -39,7 +39,7 @@ from paceline.engine import ENGINES
 from paceline.engine.base import Job, Outcome, Progress, Watcher
 from paceline.engine.loop import InterruptGuard
 from paceline.engine.process_supervisor import EXIT_OK, REASON_S, RankProcesses
-from paceline.engine.spmd.process_group import BACKEND, LaunchEnv, file_rendezvous
+from paceline.engine.spmd.process_group import BACKEND, LaunchEnv, Rendezvous
 from paceline.engine.spmd.rank_context import RankContext, open_rank_context
 from paceline.engine.worker_metrics import remove_workers_file
 
@@ -140,7 +140,7 @@ def rank_main(args: dict[str, Any], fds: Sequence[int]) -> None:
             job: Job = unpack(SharedObject(job_fd))
             if job.out is not None:
                 liveness.last_acts.append(functools.partial(remove_workers_file, job.out))
-            file_rendezvous(rank, args["size"], args["store"], job.timeout_s)
+            Rendezvous.by_file(rank, args["size"], args["store"]).join(job.timeout_s)
             try:
                 with ENGINES.entry(args["engine"]).cls(BACKEND) as engine:
                     outcome: Outcome = engine.run(job, watch)
@@ -239,7 +239,7 @@ def pool_main(args: dict[str, Any], fds: Sequence[int]) -> None:
         try:
             work: PoolWork = unpack(SharedObject(work_fd))
             torch.set_num_threads(args["threads"])
-            file_rendezvous(args["rank"], args["size"], args["store"], work.timeout_s)
+            Rendezvous.by_file(args["rank"], args["size"], args["store"]).join(work.timeout_s)
             try:
                 with open_rank_context(LaunchEnv.current(), BACKEND, "cpu", work.timeout_s, watched=True) as context:
                     _serve(work.begin(context), link)

@@ -5,7 +5,7 @@ import ctypes
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from paceline.comm.shm.rendezvous import of_this_start
 from paceline.core.errors import InputError, WaitTimeoutError, unknown
 from paceline.core.types import Seconds
 from paceline.engine.base import Job
-from paceline.engine.spmd.rendezvous import INTERFACE, all_here, attend, job_store
+from paceline.engine.spmd.rendezvous import AGENT_STORE, INTERFACE, all_here, attend, job_store
 from paceline.strategy import Device
 
 # Paceline's own backends: shared memory inside each host and sockets between hosts, or inside one host alone.
@@ -106,20 +106,54 @@ def refuse_launch(backend: str, job: Job, world: LaunchEnv) -> None:
 BACKEND = "shm"
 
 
-def file_rendezvous(rank: int, size: int, path: str, timeout_s: Seconds) -> None:
-    """Make this process a rank of the default process group, by a file that all its ranks open.
+@dataclass(frozen=True)
+class Rendezvous:
+    """How ranks meet that are told of each other by who has started them.
 
     Args:
         rank: this one.
         size: number of ranks.
-        path: of the file.
-        timeout_s: longest wait for the others.
+        store: makes the store in which they meet.
+        local_rank: number of this one among those on its host.
+        local_size: number of ranks on its host.
+        interface: name of the network interface by which other hosts reach this one; needed where there are any.
+        kept: whether rank 0 keeps the store, so that it ends with it.
     """
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # in torch: no rank keeps the store
-    register()
-    store = FileStore(path, size)  # torch's TCPStore would listen on every interface
-    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+
+    rank: int
+    size: int
+    store: Callable[[], Store]
+    local_rank: int
+    local_size: int
+    interface: str = ""
+    kept: bool = False
+
+    @classmethod
+    def by_file(cls, rank: int, size: int, path: str) -> "Rendezvous":
+        """Return that of ranks of one host, all of which open this file; torch's TCPStore would listen to anybody."""
+        return cls(rank, size, lambda: FileStore(path, size), rank, size)
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks are on this host."""
+        return self.local_size == self.size
+
+    @property
+    def backend(self) -> str:
+        """The backend for these ranks."""
+        return BACKEND if self.one_host else "hierarchical"
+
+    def join(self, timeout_s: Seconds) -> None:
+        """Make this process a rank of the default process group; wait so long for the others at most."""
+        names = {"RANK": self.rank, "WORLD_SIZE": self.size}
+        names |= {"LOCAL_RANK": self.local_rank, "LOCAL_WORLD_SIZE": self.local_size}
+        os.environ |= {name: str(value) for name, value in names.items()}
+        os.environ[AGENT_STORE] = str(not self.kept)
+        if self.interface:
+            os.environ.setdefault(INTERFACE, self.interface)
+        register()
+        bound = timedelta(seconds=timeout_s)
+        dist.init_process_group(self.backend, store=self.store(), rank=self.rank, world_size=self.size, timeout=bound)
 
 
 # Runs of this process so far; every rank makes the same ones in the same order.

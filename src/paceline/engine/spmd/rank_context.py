@@ -120,7 +120,8 @@ class RankContext:
             with contextlib.suppress(RuntimeError):  # the store is gone with the process that kept it
                 first = self.store_signals.report_failure(failure)
                 # Where rank 0 keeps the store, it ends with its process.
-                self.store_signals.acknowledge(LINGER_S if keeps_store(self.world.rank) else 0.0)
+                bound_s = LINGER_S if keeps_store(self.world.rank) else 0.0
+                self.store_signals.acknowledge(bound_s, self.registry.exited(range(self.world.size)))
                 failure = first
         return failure if isinstance(error, Exception) else error
 

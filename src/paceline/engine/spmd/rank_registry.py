@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -189,13 +189,15 @@ class StoreSignals:
         self._await(list(names.values()), timeout_s)
         return [rank for rank, name in names.items() if not self._store.check([name])]
 
-    def acknowledge(self, timeout_s: Seconds) -> None:
-        """Announce that this rank has read the failure; wait until all others have, or the time is up."""
+    def acknowledge(self, timeout_s: Seconds, dead: Collection[int] = ()) -> None:
+        """Announce that this rank has read the failure; wait until all others but the dead have, or the time is up."""
         self._store.set(f"read {self._rank}", "")
         if timeout_s:
-            self._await([f"read {rank}" for rank in range(self._size) if rank != self._rank], timeout_s)
+            self._await([f"read {rank}" for rank in {*range(self._size)}.difference(dead, {self._rank})], timeout_s)
 
     def _await(self, keys: list[str], timeout_s: Seconds) -> None:
+        if not keys:
+            return
         with contextlib.suppress(RuntimeError):  # of a wait that has timed out; a FileStore raises no DistStoreError
             self._store.wait(keys, timedelta(seconds=timeout_s))
 

@@ -43,7 +43,8 @@ LINGER_S: Seconds = 5.0
 # First and longest pause between two looks at the store.
 _PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
 
-_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
+# By it, torchrun says that its agent keeps the store.
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 # By it, Gloo is told where to listen; else it takes the address that the host's name stands for.
 INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -54,7 +55,7 @@ _SIOCGIFADDR = 0x8915
 
 def keeps_store(rank: int) -> bool:
     """Return whether this process keeps the job's store, so that it ends with it."""
-    return rank == 0 and os.environ.get(_AGENT) != "True"
+    return rank == 0 and os.environ.get(AGENT_STORE) != "True"
 
 
 @dataclass(frozen=True)
@@ -294,8 +295,7 @@ def own_address(*, one_host: bool) -> str:
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             if interface:
-                asked = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
-                return socket.inet_ntoa(asked[20:24])
+                return _address_of(probe, interface)
             probe.connect((host, int(os.environ.get("MASTER_PORT", "1"))))  # of a datagram socket: nothing is sent
             found: str = probe.getsockname()[0]
     except OSError as error:
@@ -307,6 +307,24 @@ def own_address(*, one_host: bool) -> str:
             f"{INTERFACE}"
         )
     return found
+
+
+def interface_with(address: str) -> str:
+    """Return the name of this host's network interface that has an IPv4 address; raises InputError if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                if _address_of(probe, name) == address:
+                    return name
+    raise InputError(
+        f"no network interface of {socket.gethostname()} has the address {address}; name it by {INTERFACE}"
+    )
+
+
+def _address_of(probe: socket.socket, interface: str) -> str:
+    """Return an interface's IPv4 address; ``probe``: any datagram socket."""
+    asked = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface[:15].encode()))
+    return socket.inet_ntoa(asked[20:24])
 
 
 def all_here(*, one_host: bool) -> bool:

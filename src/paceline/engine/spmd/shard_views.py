@@ -71,6 +71,20 @@ class ShardViews:
             torch._foreach_copy_(self._wholes, self._parts)
 
 
+def part_of(whole: FlatState, stage: StageSharding, shard: int, names: Collection[str] | None = None) -> list[Tensor]:
+    """Return views of a worker's part of A or of a Δ in the whole.
+
+    Args:
+        whole: all of it.
+        stage: the worker's.
+        shard: its shard.
+        names: of the tensors; None: all of the part.
+    """
+    full = dict(whole.named())
+    chosen = [name for name in stage.parts[shard].names if names is None or name in names]
+    return [_view(full[name], stage.placements.get(name), shard) for name in chosen]
+
+
 @dataclass(frozen=True)
 class PartChunks:
     """Describes tensors of one shard's part of A.
