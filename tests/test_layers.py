@@ -1,7 +1,9 @@
 """What is marked "no torch" in the design imports without it, however it is reached."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 from pkgutil import walk_packages
 
 import pytest
@@ -24,3 +26,11 @@ def test_imports_without_torch(part: str) -> None:
     code = f"import sys; sys.modules['torch'] = None\nimport {', '.join(names)}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+def test_one_module_alone_names_a_kind_of_accelerator_in_code() -> None:
+    """What CUDA, XPU and others differ in is in paceline/device.py; elsewhere there are devices."""
+    source = Path(paceline.__file__).parent
+    named = re.compile(r"torch\.(cuda|xpu|mps|npu|hpu)\b|\.cuda\(|is_cuda\b")
+    found = [path for path in source.rglob("*.py") if named.search(path.read_text(encoding="utf-8"))]
+    assert [str(path.relative_to(source)) for path in found] in ([], ["device.py"])

@@ -66,7 +66,10 @@ def refused(match: str, program: Any = None, strategy: Any = "replicas=2", **set
         ),
         ({"engine": "distributed:"}, "engine='distributed:' names no backend; write engine='distributed:gloo'"),
         ({"engine": "distributed:mpi"}, "unknown backend 'mpi'.* Known: gloo, hierarchical, nccl, shm"),
-        ({"engine": "distributed:nccl"}, "moves GPU memory, but device=cpu; write engine='distributed:gloo'"),
+        (
+            {"engine": "distributed:nccl"},
+            "moves memory of device=cuda, but device=cpu; write engine='distributed:gloo'",
+        ),
         ({"engine": "ray:"}, "engine='ray:' names no cluster; write engine='ray:auto'"),
         ({"engine": "local", "times": "compute=1"}, "engine=local runs in real time; write engine='virtual'"),
         ({"times": "compute=-1"}, "compute=-1: .*must be 0 or more"),
@@ -113,11 +116,17 @@ def test_strategies(engine: VirtualEngine, strategy: Any, match: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="refused only where there is no GPU")
 def test_a_device_that_is_not_there() -> None:
-    refused("device=cuda, but torch sees no GPU here; write device=cpu", strategy="device=cuda", engine="local")
+    refused("device=cuda, but torch sees none here; write device=cpu", strategy="device=cuda", engine="local")
 
 
-def test_a_device_that_the_virtual_engine_does_not_use(engine: VirtualEngine) -> None:
-    refused("engine=virtual computes on the CPU, not on device=cuda; write device=cpu", strategy="device=cuda")
+def test_a_device_that_torch_does_not_know() -> None:
+    refused("device=gpu is no type of device that torch knows; write device=cpu", strategy="device=gpu")
+
+
+def test_a_device_that_is_no_name() -> None:
+    refused(
+        "device='cuda:1' is no type of device; write device=cpu, device=cuda or device=auto", strategy="device=cuda:1"
+    )
 
 
 class Wrong(nn.Module):

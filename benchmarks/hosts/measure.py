@@ -79,7 +79,9 @@ class Case:
     @property
     def seconds(self) -> float:
         """How long to measure."""
-        return (60.0 if self.apart else 30.0) if self.parameters > 10**6 else 8.0
+        if self.parameters <= 1_002_000:
+            return 8.0
+        return 60.0 if self.apart else 7.5 * max(4, self.workers)
 
 
 def measured(case: Case, seconds: float | None = None) -> dict[str, float]:

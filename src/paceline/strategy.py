@@ -21,7 +21,6 @@ Recompute: TypeAlias = Literal["none", "boundaries", "all"]
 BatchNorm: TypeAlias = Literal["micro-batch", "mini-batch"]
 
 # Device of every worker.
-Device: TypeAlias = Literal["cpu", "cuda"]
 
 Value = TypeVar("Value")
 Given = TypeVar("Given")
@@ -84,7 +83,8 @@ class Strategy:
         accumulate: micro-steps per Δ.
         partition: ``global``, or ``disjoint``: each replica has a fixed subset of the training set.
         threads: CPU threads per worker; None: cores // workers, at least 1.
-        device: ``cpu`` or ``cuda``.
+        device: type of the devices that workers compute on, as torch names it: ``cpu``, ``cuda``, ``xpu``, ``mps``, or
+            another that is registered; ``auto`` is the accelerator of this host, if it has one.
         compression: of the gradients sent, as text: ``none``, ``fp16``, ``bf16``, ``powersgd:rank=4``,
             ``top-k:ratio=0.01``.
         shard_optimizer: whether each worker keeps a part of the optimizer's state; None: if that saves time or memory.
@@ -118,7 +118,7 @@ class Strategy:
     accumulate: int = 1
     partition: Partition = "global"
     threads: int | None = None
-    device: Device = "cpu"
+    device: str = "cpu"
     compression: str = "none"
     shard_optimizer: bool | None = None
     shard_parameters: bool = False
@@ -153,6 +153,10 @@ class Strategy:
         for name, canonical in _CANONICAL.items():
             object.__setattr__(self, name, canonical(getattr(self, name)))
         check_bool("shard_parameters", self.shard_parameters)
+        if not (isinstance(self.device, str) and self.device.isidentifier()):
+            raise InputError(
+                f"device={self.device!r} is no type of device; write device=cpu, device=cuda or device=auto."
+            )
         check_int("standby", self.standby, least=0)
         if self.standby > 1:
             raise InputError(f"standby={self.standby}: a server has one standby, or none; write standby=1.")
@@ -320,7 +324,7 @@ _FIELDS = tuple(field.name for field in fields(Strategy))
 _HINTS = get_type_hints(Strategy)
 _DEFAULTS = {name: getattr(Strategy, name) for name in _FIELDS}
 _CANONICAL: Mapping[str, Callable[[Any], str]] = {"schedule": schedule.canonical, "compression": compression.canonical}
-_CHOICES = {name: get_args(_HINTS[name]) for name in ("recompute", "batchnorm", "partition", "device")}
+_CHOICES = {name: get_args(_HINTS[name]) for name in ("recompute", "batchnorm", "partition")}
 
 
 def _bounds(text: str) -> tuple[int, int]:

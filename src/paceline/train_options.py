@@ -24,6 +24,7 @@ from paceline.core.errors import InputError, unknown
 from paceline.core.records import STATISTICS
 from paceline.core.safe_files import check_writable
 from paceline.core.types import Seconds
+from paceline.device import resolved
 from paceline.engine.base import Budget, BudgetUnit, Condition, Engine, Job, OnDeath, OnNonFinite
 from paceline.engine.dry_run import DryRun, dry_run
 from paceline.engine.run_context import first_batch
@@ -166,6 +167,7 @@ def job_of(program: Program, strategy: Strategy | str, engine: Engine, options: 
     strategy = Strategy.coerce(strategy)
     if not isinstance(strategy, Strategy):
         raise InputError(f"strategy is {type(strategy).__name__}, not a Strategy or its text; write 'replicas=4'")
+    strategy = replace(strategy, device=resolved(strategy.device))
     options.check()
     names = ("on_nonfinite", "on_death", "noise_scale")
     same: dict[str, Any] = {name: getattr(options, name) for name in names}

@@ -2,11 +2,12 @@
 
 Attention takes a flash kernel, and recurrent layers those of oneDNN, only where tensors are on the CPU; put together as
 for an accelerator, their results would differ in the last bits. Autocast has a list of operations for each type of
-device, and the one here is the CPU's.
+device, and the one here is the CPU's; but it casts a parameter anew for each use, where torch keeps what it has cast.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,15 +18,9 @@ from torch.autograd.function import once_differentiable
 from torch.library import Library, fallthrough_kernel
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from tests.accelerator.host_kernels import (
-    NAME,
-    as_host,
-    as_sim,
-    check_devices,
-    drawing_from_own_generator,
-    operations_with_kernel,
-    schema_name,
-)
+from tests.accelerator import device_module
+from tests.accelerator.device_module import NAME, as_host
+from tests.accelerator.host_kernels import as_sim, device_of, operations_with_kernel, schema_name
 
 aten = torch.ops.aten
 
@@ -70,19 +65,26 @@ def _as_on_the_cpu(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
         type(x) not in (Tensor, nn.Parameter) or torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors
     ):
         return op.decompose(*args, **kwargs)
-    names = [argument.name for argument in op._schema.arguments]
-    check_devices(op, dict(zip(names, args, strict=False)) | kwargs)
+    device = device_of(op, _named(op, args, kwargs))
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        results = _ByHost.apply(op, spec, *flat)
+        results = _ByHost.apply(op, device, spec, *flat)
     else:
-        results = [as_sim(x) for x in _run(op, spec, [as_host(x) if isinstance(x, Tensor) else x for x in flat])]
+        on_host = [as_host(x) if isinstance(x, Tensor) else x for x in flat]
+        results = [as_sim(x, device) for x in _run(op, device, spec, on_host)]
     return results[0] if len(op._schema.returns) == 1 else tuple(results)
 
 
-def _run(op: OpOverload, spec: Any, flat: list[Any]) -> tuple[Tensor, ...]:
+def _named(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
+
+
+def _run(op: OpOverload, device: torch.device, spec: Any, flat: list[Any]) -> tuple[Tensor, ...]:
+    device_module.hardware.launch()
     args, kwargs = tree_unflatten(flat, spec)
     lower = torch.autocast("cpu", torch.get_autocast_dtype(NAME), torch.is_autocast_enabled(NAME))
-    with drawing_from_own_generator(), lower:
+    named = _named(op, args, kwargs)
+    draws = named.get("dropout_p") or named.get("dropout")
+    with device_module.in_place_of_default(device) if draws else contextlib.nullcontext(), lower:
         results = op(*args, **kwargs)
     return (results,) if isinstance(results, Tensor) else results
 
@@ -91,13 +93,14 @@ class _ByHost(torch.autograd.Function):
     """An operation and its gradient by the CPU's autograd, on the same memory."""
 
     @staticmethod
-    def forward(ctx: Any, op: OpOverload, spec: Any, *flat: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, op: OpOverload, device: torch.device, spec: Any, *flat: Any) -> tuple[Tensor, ...]:
         inputs = [as_host(x.detach()) if isinstance(x, Tensor) else x for x in flat]
+        ctx.device = device
         ctx.needs = [isinstance(x, Tensor) and x.requires_grad for x in flat]
         ctx.inputs = [x.requires_grad_() for x, need in zip(inputs, ctx.needs, strict=True) if need]
         with torch.enable_grad():
-            ctx.results = _run(op, spec, inputs)
-        return tuple(as_sim(x.detach()) for x in ctx.results)
+            ctx.results = _run(op, device, spec, inputs)
+        return tuple(as_sim(x.detach(), device) for x in ctx.results)
 
     @staticmethod
     @once_differentiable
@@ -106,7 +109,7 @@ class _ByHost(torch.autograd.Function):
         # The graph is kept: torch's own nodes may be run again as well.
         found = iter(torch.autograd.grad(ctx.results, ctx.inputs, on_host, retain_graph=True, allow_unused=True))
         own = (next(found) if need else None for need in ctx.needs)
-        return (None, None, *(None if grad is None else as_sim(grad) for grad in own))
+        return (None, None, None, *(None if grad is None else as_sim(grad, ctx.device) for grad in own))
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:

@@ -2,6 +2,8 @@
 
 import copy
 import io
+import os
+import warnings
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -280,7 +282,7 @@ def accelerator() -> None:
     """It is torch's current accelerator, and code for any of these runs."""
     assert torch.accelerator.is_available()
     assert torch.accelerator.current_accelerator() == torch.device(SIM)
-    assert torch.accelerator.device_count() == 1
+    assert torch.accelerator.device_count() == torch.sim.hardware.devices
     assert torch.get_device_module(SIM) is torch.sim
     assert str(numbers(SIM).device) == "sim:0"
     torch.accelerator.set_device_index(0)
@@ -300,6 +302,20 @@ def accelerator() -> None:
     assert pinned[1:].is_pinned()
     assert not host.is_pinned()
     assert_same([host], [pinned.to(SIM, non_blocking=True)])
+
+
+def forks() -> int:
+    """Return how a fork of this process ends that uses the device; for a process that has run no backward pass yet."""
+    with warnings.catch_warnings():  # from 3.12 on: a thread is running, which waits for the end of main
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        try:
+            flat_vectors()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 CASES = [

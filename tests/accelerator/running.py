@@ -10,8 +10,8 @@ from then on. So the process of pytest has none, and what needs one runs in a fo
     def test_copies_nothing(fork_server: ForkServer) -> None:
         assert running.run(fork_server, "tests.engine.some_cases:copied_bytes", samples=8) == 0
 
-Processes that such a function starts have the device once they import ``tests.accelerator.python_device``, as the
-module that they load a program from may do.
+Processes that such a function starts have the device if they are forks of one that has it, as those of a fork server
+that preloads ``tests.accelerator.python_device``, or once they import that.
 """
 
 import contextlib
@@ -23,16 +23,18 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from paceline.comm.fork_server import ForkServer
+from paceline.comm.fork_server import ForkServer, ProcessHandle
 
 PYTHON = "tests.accelerator.python_device"
+CPP = "tests.accelerator.cpp_device"
 
-WITHIN_S = 120.0
+WITHIN_S = 240.0
+"""Half a minute of which one may take that builds a device."""
 
 
 def run(fork_server: ForkServer, target: str, *, device: str = PYTHON, **arguments: Any) -> Any:
@@ -58,25 +60,31 @@ def run_all(
         outs, children = [stack.enter_context(tempfile.TemporaryFile()) for _ in calls], []
         for arguments, out in zip(calls, outs, strict=True):
             about = {"target": target, "device": device, "arguments": dict(arguments)}
-            child = fork_server.spawn("tests.accelerator.running:child", about, [out.fileno()])
-            stack.callback(fork_server.forget, child)
-            children.append(child)
-        results, deadline = [None] * len(children), time.monotonic() + WITHIN_S
-        with selectors.DefaultSelector() as living:
-            for number, child in enumerate(children):
-                living.register(child.pidfd, selectors.EVENT_READ, number)
-            while living.get_map():
-                ended = living.select(deadline - time.monotonic())
-                assert ended, f"{target}: not ended after {WITHIN_S:g} s"
-                for key, _ in ended:
-                    living.unregister(key.fd)
-                    outs[key.data].seek(0)
-                    told = outs[key.data].read()
-                    assert told, f"{target}: process {key.data}: {fork_server.status(children[key.data].pid)}"
-                    outcome = json.loads(told)
-                    assert "raised" not in outcome, f"{target}: process {key.data} raised\n{outcome['raised']}"
-                    results[key.data] = outcome["returned"]
+            children.append(fork_server.spawn("tests.accelerator.running:child", about, [out.fileno()]))
+            stack.callback(fork_server.forget, children[-1])
+        results: list[Any] = [None] * len(calls)
+        for number in _ended(children, target):
+            outs[number].seek(0)
+            told = outs[number].read()
+            assert told, f"{target}: process {number}: {fork_server.status(children[number].pid)}"
+            outcome = json.loads(told)
+            assert "raised" not in outcome, f"{target}: process {number} raised\n{outcome['raised']}"
+            results[number] = outcome["returned"]
         return results
+
+
+def _ended(children: Sequence[ProcessHandle], target: str) -> Iterator[int]:
+    """Yield the number of each process as it ends; AssertionError: one has not in time."""
+    deadline = time.monotonic() + WITHIN_S
+    with selectors.DefaultSelector() as living:
+        for number, handle in enumerate(children):
+            living.register(handle.pidfd, selectors.EVENT_READ, number)
+        while living.get_map():
+            ended = living.select(deadline - time.monotonic())
+            assert ended, f"{target}: not ended after {WITHIN_S:g} s"
+            for key, _ in ended:
+                living.unregister(key.fd)
+                yield key.data
 
 
 def child(about: dict[str, Any], fds: list[int]) -> None:

@@ -39,5 +39,9 @@ def test_a_failure_is_raised_where_it_was_asked_for(fork_server: ForkServer, tar
         running.run(fork_server, f"tests.accelerator.failing_cases:{target}")
 
 
+def test_a_fork_of_a_process_with_the_device_has_it(fork_server: ForkServer) -> None:
+    assert running.run(fork_server, "tests.accelerator.operation_cases:forks") == 0
+
+
 def test_the_process_of_pytest_has_no_such_device() -> None:
     assert not hasattr(torch, "sim")

@@ -13,10 +13,10 @@ Load = Callable[[str], Any]
 
 
 REDUCED = {
-    "kill": 10, "gang": 2, "protocol": 2, "coordinator": 1, "pair": 2, "starting": 2, "stop": 2, "interpreter": 1,
-    "nan": 4, "flip": 1, "main": 2, "overwrite": 2, "mutate": 100, "samples": 1, "sigterm": 2, "ctrl-c": 1,
+    "kill": 5, "gang": 2, "protocol": 2, "coordinator": 1, "stop": 2,
+    "nan": 4, "flip": 1, "main": 2, "mutate": 100, "samples": 1, "sigterm": 2,
 }  # fmt: skip
-"""Row -> trials: by value of the row, within ten minutes on two idle cores. Those that need root are not among them."""
+"""Row -> trials: by value of the row, in five minutes on two idle cores. Those that need root are not among them."""
 
 
 @pytest.mark.timeout(600)

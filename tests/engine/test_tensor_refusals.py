@@ -1,7 +1,6 @@
 """What shards can't do, refused before the first step with the words to write instead."""
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -63,12 +62,6 @@ def test_what_does_not_go_with_shards_under_torchrun(monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(name, str(value))
     check(programs.program(), "shards=2", engine="distributed", steps=1)
     refused(match, f"shards=2 {words}", "distributed")
-
-
-def test_shards_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where there are some."""
-    monkeypatch.setattr(importlib.import_module("paceline.engine.local.engine"), "refuse_absent_gpu", lambda job: None)
-    refused("device=cuda: shards on GPUs are not built yet; write device=cpu", "shards=2 device=cuda")
 
 
 # ---------------------------------------------------------------------------------------------------------- the model

@@ -24,7 +24,8 @@ from torch import nn
 from paceline.comm.linux import available_bytes
 from paceline.core.errors import WorkerError
 from paceline.core.records import Record
-from paceline.program import Data, Program, Tree, call, is_source, length
+from paceline.device import CPU, moved, placed
+from paceline.program import Data, Program, Tree, call, is_source, length, map_tree
 from paceline.replica.batches import Fetch, fetcher
 from paceline.replica.flat_state import FlatState, write
 
@@ -56,10 +57,12 @@ class Evaluator:
     Args:
         program: gives the data, loss and metrics (resolved: not None).
         module: an instance of the model whose values the evaluator may overwrite.
+        device: on which it computes.
     """
 
-    def __init__(self, program: Program, module: nn.Module) -> None:
-        self._program, self._module = program, module.eval()
+    def __init__(self, program: Program, module: nn.Module, device: torch.device = CPU) -> None:
+        placed(module, device=device)
+        self._program, self._module, self._device = program, module.eval(), device
         self._metrics = dict(program.metrics or {})
         self._test = self._train = list[Chunk]()
         if program.test is not None:
@@ -84,7 +87,9 @@ class Evaluator:
         for fetch, indices in chunks:
             try:
                 inputs, targets = fetch(indices)
-                with self._program.autocast("cpu"):
+                if self._device != CPU:
+                    inputs, targets = (map_tree(lambda t: moved(t, self._device), x) for x in (inputs, targets))
+                with self._program.autocast(str(self._device)):
                     output = call(self._module, inputs)
                     loss = self._program.loss(output, targets)
                 values = {"loss": float(loss)} | {n: float(metric(output, targets)) for n, metric in metrics.items()}
@@ -108,10 +113,17 @@ class EvaluationQueue:
         program: of the run.
         snapshot_bytes: size of one snapshot.
         build: builds the evaluator's model; None: as the program does.
+        device: on which this process evaluates.
     """
 
-    def __init__(self, program: Program, snapshot_bytes: int, build: Callable[[], nn.Module] | None = None) -> None:
-        self._program, self._build = program, build or program.build
+    def __init__(
+        self,
+        program: Program,
+        snapshot_bytes: int,
+        build: Callable[[], nn.Module] | None = None,
+        device: torch.device = CPU,
+    ) -> None:
+        self._program, self._build, self._device = program, build or program.build, device
         self._capacity = max(1, int(QUEUE_SHARE * available_bytes() / max(1, snapshot_bytes)))
         self.snapshots: deque[tuple[FlatState, SnapshotInfo]] = deque()
         """No one writes to a state in it."""
@@ -125,7 +137,7 @@ class EvaluationQueue:
     def evaluate(self, state: FlatState, info: SnapshotInfo) -> Record:
         """Evaluate a snapshot in this process."""
         if self._evaluator is None:
-            self._evaluator = Evaluator(self._program, self._build())
+            self._evaluator = Evaluator(self._program, self._build(), self._device)
         return self._evaluator.score(state, info)
 
     def evaluate_all(self, cancelled: Callable[[], bool] = lambda: False) -> Iterator[Record]:

@@ -17,6 +17,7 @@ from paceline.core.delta import Accumulated, Change, Delta, Distance, Gradient, 
 from paceline.core.errors import InputError
 from paceline.core.records import ReplicaPosition
 from paceline.core.types import ReplicaId
+from paceline.device import of_worker
 from paceline.engine.base import Job
 from paceline.engine.batch_dispatcher import BatchDispatcher
 from paceline.engine.budget import Epochs, StepQuota, Steps, Unbounded
@@ -154,10 +155,8 @@ class RunContext:
         return LocalSGD(self.job.program, autograd, exchange, distance=isinstance(self.delta, Distance))
 
     def device(self, replica: ReplicaId) -> str:
-        """Return the device that a replica computes on; GPUs are assigned round robin."""
-        if self.job.strategy.device != "cuda":
-            return self.job.strategy.device
-        return f"cuda:{replica % torch.cuda.device_count()}"
+        """Return the device that a replica computes on; a host's accelerators are assigned round robin."""
+        return str(of_worker(self.job.strategy.device, replica))
 
 
 def order_of(job: Job) -> DataOrder | None:
@@ -239,10 +238,12 @@ def first_batch(job: Job) -> Batch:
         raise InputError(f"the first batch of train can't be had: {type(error).__name__}: {error}") from error
 
 
-def first_state(program: Program, running_buffers: tuple[str, ...]) -> tuple[nn.Module, FlatState]:
-    """Build the program's module and read A_0 from it."""
+def first_state(
+    program: Program, running_buffers: tuple[str, ...], device: str | None = None
+) -> tuple[nn.Module, FlatState]:
+    """Build the program's module and read A_0 from it, onto a device if one is given."""
     module = program.build()
-    return module, read(module, FlatLayout.of(module, running_buffers).new())
+    return module, read(module, FlatLayout.of(module, running_buffers).new(device=device))
 
 
 def threads(strategy: Strategy, workers_here: int | None = None) -> int:
@@ -281,13 +282,6 @@ def is_main(engine: str) -> bool:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank() == first_rank
     return int(os.environ.get("RANK", "0")) == first_rank
-
-
-def refuse_absent_gpu(job: Job) -> None:
-    """Raise InputError if the job is for GPUs, but this host has none."""
-    device = job.strategy.device
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise InputError(f"device={device}, but torch sees no GPU here; write device=cpu")
 
 
 @contextlib.contextmanager

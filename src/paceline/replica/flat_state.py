@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from paceline.core.errors import InputError
 from paceline.core.partitioning import balanced
 from paceline.core.types import Version
+from paceline.device import moved
 from paceline.replica.module_utils import tensors_of
 
 # (elements, dtype) -> a flat vector of them.
@@ -103,9 +104,9 @@ class FlatLayout:
 
         return FlatLayout(parts(self.parameters), parts(self.buffers))
 
-    def new(self, allocate: Allocate | None = None) -> "FlatState":
-        """Return an uninitialised state, in ordinary memory unless an allocator is given."""
-        make = allocate or (lambda n, dtype: torch.empty(n, dtype=dtype))
+    def new(self, allocate: Allocate | None = None, device: torch.device | str | None = None) -> "FlatState":
+        """Return an uninitialised state, in ordinary memory unless an allocator or a device is given."""
+        make = allocate or (lambda n, dtype: torch.empty(n, dtype=dtype, device=device))
         parameters, buffers = ([make(b.elements, b.dtype) for b in group] for group in (self.parameters, self.buffers))
         return FlatState(self, parameters, buffers)
 
@@ -137,6 +138,11 @@ class FlatState:
         return [*self.parameters, *self.buffers]
 
     @property
+    def device(self) -> torch.device:
+        """Device of all vectors."""
+        return self.vectors[0].device if self.vectors else torch.device("cpu")
+
+    @property
     def views(self) -> "Views":
         """Each tensor as a view; created once."""
         if self._views is None:  # a state is bound every step, and slicing costs more than the binding
@@ -153,8 +159,15 @@ class FlatState:
         return self
 
     def clone(self) -> "FlatState":
-        """Return a copy in ordinary memory."""
+        """Return a copy on the same device, in ordinary memory."""
         parameters, buffers = ([v.clone() for v in vectors] for vectors in (self.parameters, self.buffers))
+        return FlatState(self.layout, parameters, buffers, self.version)
+
+    def to(self, device: torch.device) -> "FlatState":
+        """Return the state on a device: itself, or a copy."""
+        if self.device == device:
+            return self
+        parameters, buffers = ([moved(v, device) for v in vectors] for vectors in (self.parameters, self.buffers))
         return FlatState(self.layout, parameters, buffers, self.version)
 
     def take(self, other: "FlatState") -> "FlatState":
@@ -248,10 +261,10 @@ def digest_of(module: nn.Module, layout: FlatLayout) -> str:
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """Return the SHA-256 of all bytes of tensors on the CPU, one after the other."""
+    """Return the SHA-256 of all bytes of tensors, one after the other."""
     sha = hashlib.sha256()
     for tensor in tensors:  # as bytes: NaNs and signed zeros count
-        sha.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+        sha.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
 
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, final
 
 import torch
-from torch.optim import Optimizer
 
 from paceline.checkpoint.base import TensorChunk, parameter_of
 from paceline.checkpoint.reader import TensorSource
@@ -47,42 +46,28 @@ class _SteppingReplica(Replica):
         self._program, self._autograd, self._refuses = program, autograd, refuses
         self._refused = False
         """Whether it made no step since A was adopted for that reason."""
-        self._gradient = autograd.layout.new()
+        self._gradient = autograd.layout.new(device=autograd.device)
         self._flat_optimizer: FlatOptimizer | None = None
         self._losses, self._samples = 0.0, 0
 
     def _begin(self, state: FlatState) -> None:
         """Step ``state``, to which the parameters are bound, with a new optimizer."""
-        program, autograd = self._program, self._autograd
-        if autograd.on_cpu:
-            self._flat_optimizer = FlatOptimizer(program.optimizer, program.scheduler, state, self._gradient)
-        else:  # there the parameters are copies, and an optimizer has to step on these
-            self._optimizer: Optimizer = program.optimizer(autograd.parameters)
-            self._scheduler = program.scheduler(self._optimizer) if program.scheduler is not None else None
+        program = self._program
+        self._flat_optimizer = FlatOptimizer(program.optimizer, program.scheduler, state, self._gradient)
 
     def advance(self, batch: Batch, clock: Clock) -> float:
         if not batch.samples:
             return math.nan
         autograd, bound = self._autograd, self._program.clip_norm
         loss = autograd.backward(batch, clock)
-        if self._flat_optimizer is not None:
-            gradient = self._gradient
-            torch._foreach_copy_(gradient.views.parameters, autograd.take_gradients())
-            self._refused = self._refuses and not finite(gradient.parameters, loss)
-            if bound is not None:
-                clip(gradient.parameters, bound)
-            if not self._refused:
-                self._flat_optimizer.step(gradient.parameters)
-        else:
-            for parameter in autograd.parameters:
-                if parameter.grad is None:  # as on the CPU: it counts as a gradient of zero
-                    parameter.grad = torch.zeros_like(parameter)
-            if bound is not None:
-                torch.nn.utils.clip_grad_norm_(autograd.parameters, bound)
-            self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=True)
-            if self._scheduler is not None:
-                self._scheduler.step()
+        assert self._flat_optimizer is not None, "advance before adopt"
+        gradient = self._gradient
+        torch._foreach_copy_(gradient.views.parameters, autograd.take_gradients())
+        self._refused = self._refuses and not finite(gradient.parameters, loss)
+        if bound is not None:
+            clip(gradient.parameters, bound)
+        if not self._refused:
+            self._flat_optimizer.step(gradient.parameters)
         self._losses += loss * batch.samples
         self._samples += batch.samples
         return loss
@@ -115,6 +100,7 @@ class LocalSGD(_SteppingReplica):
         self._own: OwnParameters | None = None
 
     def adopt(self, state: FlatState) -> None:
+        state = state.to(self._autograd.device)
         if self._own is None:
             self._own = OwnParameters(state, self.exchange)
             self._begin(self._own.state)
@@ -136,11 +122,9 @@ class LocalSGD(_SteppingReplica):
         self._autograd.bind(own.state)
 
     def _write_back(self, own: OwnParameters) -> None:
-        """Have x in the host's memory as it is, buffers included."""
-        with torch.no_grad():
-            if not self._autograd.on_cpu:
-                torch._foreach_copy_(own.state.views.parameters, [p.detach() for p in self._autograd.parameters])
-            if own.state.buffers:
+        """Have the buffers of x as the forward passes have left them."""
+        if own.state.buffers:
+            with torch.no_grad():
                 self._autograd.write_buffers(own.state)
 
     def chunks(self) -> list[TensorChunk]:
@@ -157,7 +141,7 @@ class LocalSGD(_SteppingReplica):
 
     def restore(self, saved: Mapping[str, Any], source: TensorSource, layout: FlatLayout) -> None:
         """Go on from a checkpoint; ``saved`` is what :meth:`state_json` returned, and ``layout`` that of A."""
-        own = layout.new()
+        own = layout.new(device=self._autograd.device)
         source.read_into(whole_chunks(own))
         self._own = OwnParameters.restored(own, saved, self.exchange)
         self._begin(self._own.state)
@@ -169,13 +153,16 @@ class LocalSGD(_SteppingReplica):
         assert own is not None, "finish before adopt"
         if own.behind:  # fewer steps than the overlap
             self._take_over(own)
+        there = out if out.device == self._autograd.device else self._gradient
         with torch.no_grad():
-            torch._foreach_copy_(out.views.parameters, [p.detach() for p in self._autograd.parameters])
+            torch._foreach_copy_(there.views.parameters, [p.detach() for p in self._autograd.parameters])
             if not self._distance:
-                own.subtract_read(out)
-            self._autograd.write_buffers(out)
+                own.subtract_read(there)
+            self._autograd.write_buffers(there)
+            if there is not out:
+                out.copy_(there)
         self._write_back(own)
-        measured = self._measured(out)
+        measured = self._measured(there)
         if not measured.finite:  # its own optimizer has that step in its state, too
             self._own = None
         return measured
@@ -189,7 +176,7 @@ class ShardedLocalSGD(Replica):
         program: gives optimizer, scheduler and clipping.
         inner: computes this worker's part of the gradient of one batch.
         whole: the layout of A.
-        layout: of this worker's part.
+        gradient: memory of this worker's part of a gradient, on its device.
         owned: names of the tensors of A that this worker has for its replica: in checkpoints, and in the norm of the
             gradient.
         describe: a tensor of the shape of a parameter's part -> chunks of the full one.
@@ -203,7 +190,7 @@ class ShardedLocalSGD(Replica):
         program: Program,
         inner: Replica,
         whole: FlatLayout,
-        layout: FlatLayout,
+        gradient: FlatState,
         owned: Collection[str],
         describe: Describe,
         summed: Callable[[float], float],
@@ -214,8 +201,8 @@ class ShardedLocalSGD(Replica):
         self._program, self._inner, self._whole = program, inner, whole
         self._summed, self.exchange, self._distance = summed, exchange, distance
         self._owned, self._describe = owned, describe
-        self._gradient = layout.new()
-        views = zip(layout.parameter_names, self._gradient.views.parameters, strict=True)
+        self._gradient = gradient
+        views = zip(gradient.layout.parameter_names, gradient.views.parameters, strict=True)
         self._counted = [view for name, view in views if name in owned]
         self._own: OwnParameters | None = None
         self._optimizer: FlatOptimizer | None = None
@@ -251,7 +238,7 @@ class ShardedLocalSGD(Replica):
     def restore(self, saved: Mapping[str, Any], source: TensorSource, layout: FlatLayout) -> None:
         """Go on from a checkpoint; ``saved`` is what all workers of the replica returned, merged."""
         del layout  # this worker has a part of it
-        own = self._gradient.layout.new()
+        own = self._gradient.layout.new(device=self._gradient.device)
         source.read_into(self._described(own))
         self._begin(OwnParameters.restored(own, saved, self.exchange))
         if self._optimizer is not None:

@@ -9,6 +9,7 @@ from torch.nn.modules import module as registration
 from torch.nn.parameter import is_lazy
 
 from paceline.comm.shared_memory import SpillAllocator
+from paceline.device import own_generators
 from paceline.program import Program
 
 
@@ -104,15 +105,10 @@ def preserve_tensors(module: nn.Module, others: Mapping[str, Tensor] | None = No
 
     Its buffers, its tensors that are plain attributes, and ``others`` are restored, both objects and values.
     """
-    devices = sorted({t.device.index for t in tensors_of(module).values() if t.device.type == "cuda"})
     plain = (value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor))
     values = [(t, t.detach().clone()) for t in (*module.buffers(), *plain, *(others or {}).values())]
     buffers = [(part._buffers, dict(part._buffers)) for part in module.modules()]
-    with torch.random.fork_rng(devices=devices), torch.enable_grad():
-        torch.default_generator.manual_seed(seed)
-        for device in devices:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
+    with own_generators(tensors_of(module).values(), seed), torch.enable_grad():
         try:
             yield
         finally:

@@ -119,7 +119,7 @@ class AdamKernel(StepKernel):
         # Lists of vectors: parameters, gradients, both moments, their maxima (none).
         vectors: tuple[list[Tensor], ...] = [after], [gradient], [state[0]], [state[1]], []
         rates = {"lr": self.lr, "beta1": self.beta1, "beta2": self.beta2, "weight_decay": self.weight_decay}
-        steps = [torch.tensor(float(self.number))]
+        steps = [torch.full((), float(self.number), device=after.device)]
         fused(*vectors, steps, **rates, eps=self.eps, amsgrad=False, maximize=False)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from paceline.core.errors import PacelineError
 from paceline.core.types import Clock, ReplicaId
+from paceline.device import CPU, moved, placed, seed
 from paceline.program import Program, call, map_tree
 from paceline.replica.base import Batch, GradientSink, Measured, Replica
 from paceline.replica.flat_state import FlatLayout, FlatState, finite
@@ -49,8 +50,8 @@ def handoff_pays(layout: FlatLayout) -> bool:
 class Autograd:
     """A module whose parameters are those of the state that it is bound to.
 
-    On the CPU binding costs nothing: parameters become views of the state. On another device they are copied. Buffers
-    are always copied, since forward passes write them.
+    Where the state is on the module's device binding costs nothing: parameters become views of it. Else they are
+    copied. Buffers are always copied, since forward passes write them.
     """
 
     def __init__(
@@ -59,19 +60,18 @@ class Autograd:
         module: nn.Module,
         layout: FlatLayout,
         replica: ReplicaId,
-        device: str,
+        device: torch.device | str,
         recorder: AnyRecorder = NO_RECORDER,
     ) -> None:
-        self._program, self._replica, self._device = program, replica, torch.device(device)
+        self._program, self._replica, self.device = program, replica, torch.device(device)
         self._autocasts = program.precision != "fp32"
         self._recorder = None if type(recorder) is NullRecorder else recorder
-        self.module = module.to(self._device).train()
+        placed(module, device=self.device)
+        self.module = module.train()
         self.layout = layout
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         self.parameters = [parameters[name] for name in layout.parameter_names]
         self._buffers = [buffers[e.name] for b in layout.buffers for e in b.entries]
-        self.on_cpu = self._device.type == "cpu"
-        """True if parameters are views of the state that they are bound to, not copies."""
 
     def bind(self, state: FlatState) -> None:
         """Let the module's parameters be ``state``'s, and its buffers copies of them."""
@@ -79,22 +79,22 @@ class Autograd:
             for parameter in self.parameters:
                 if parameter.grad is not None:  # left by a cancelled attempt
                     parameter.grad = None
-            if self.on_cpu:
+            if state.device == self.device:
                 for parameter, view in zip(self.parameters, state.views.parameters, strict=True):
                     parameter.data = view
-            else:
+            elif self.parameters:
                 torch._foreach_copy_([p.data for p in self.parameters], state.views.parameters, non_blocking=True)
             if self._buffers:
                 torch._foreach_copy_(self._buffers, state.views.buffers)
 
     def backward(self, batch: Batch, clock: Clock, weight: float = 1.0) -> float:
         """Add the gradient of ``weight`` · mean loss to the parameters' ``grad``; returns the mean loss."""
-        seed_generators(step_seed(self._program.seed, self._replica, clock), self._device)
+        seed(step_seed(self._program.seed, self._replica, clock), self.device)
         began = time.monotonic_ns()
         inputs, targets = batch.input, batch.target
-        if not self.on_cpu:
-            inputs, targets = (map_tree(lambda t: t.to(self._device), x) for x in (inputs, targets))
-        with self._program.autocast(str(self._device)) if self._autocasts else nullcontext():
+        if self.device != CPU:
+            inputs, targets = (map_tree(lambda t: moved(t, self.device), x) for x in (inputs, targets))
+        with self._program.autocast(str(self.device)) if self._autocasts else nullcontext():
             output = self.module(inputs) if isinstance(inputs, Tensor) else call(self.module, inputs)
             loss = self._program.loss(output, targets)
         forward_ended = time.monotonic_ns()
@@ -122,13 +122,6 @@ class Autograd:
         """Copy the buffers as they are now into ``out``."""
         if self._buffers:
             torch._foreach_copy_(out.views.buffers, self._buffers)
-
-
-def seed_generators(seed: int, device: torch.device | str) -> None:
-    """Seed torch's generators of the CPU and, where it is one, of a CUDA device."""
-    torch.default_generator.manual_seed(seed)
-    if torch.device(device).type == "cuda":
-        torch.cuda.manual_seed(seed)
 
 
 def step_seed(seed: int, replica: ReplicaId, clock: Clock) -> int:

@@ -15,8 +15,8 @@ Feature: TypeAlias = Literal[
     "stages",  # replicas that are pipelines
     "async-stages",  # pipelines that never flush (PipeDream)
     "shards",  # replicas whose operators are divided
-    "cuda",
-    "cuda-stages",  # pipelines on GPUs
+    "accelerator",
+    "accelerator-stages",  # pipelines on accelerators
     "compression",
     "shard_optimizer",
     "groups-shard_optimizer",  # the same where a replica is several workers
@@ -33,15 +33,14 @@ Feature: TypeAlias = Literal[
 # Beginning of a feature that an engine supports only where a replica is several workers.
 GROUPS = "groups-"
 
-_PARALLEL: frozenset[Feature] = frozenset({"stages", "async-stages", "shards", "cuda", "cuda-stages", "noise_scale"})
+_DEVICES: frozenset[Feature] = frozenset({"accelerator", "accelerator-stages"})
+_PARALLEL: frozenset[Feature] = _DEVICES | {"stages", "async-stages", "shards", "noise_scale"}
 
 # Features of the engines that come with Paceline; the planner chooses among engines without importing any.
 ENGINE_FEATURES: Mapping[str, frozenset[Feature]] = {
     "local": _PARALLEL | {"asynchronous", "in-place", "groups-shard_optimizer", "on_death", "elastic"},
-    "virtual": frozenset({"asynchronous", "stages", "shards", "noise_scale", "virtual-time", "servers"}),
-    "ray": frozenset(
-        {"asynchronous", "stages", "shards", "cuda", "compression", "on_death", "servers", "standby", "elastic"}
-    ),
+    "virtual": _DEVICES | {"asynchronous", "stages", "shards", "noise_scale", "virtual-time", "servers"},
+    "ray": _DEVICES | {"asynchronous", "stages", "shards", "compression", "on_death", "servers", "standby", "elastic"},
     "distributed": _PARALLEL
     | {"asynchronous", "compression", "shard_optimizer", "shard_parameters", "on_death", "servers", "no-server"},
 }

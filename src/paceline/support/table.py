@@ -60,15 +60,6 @@ def _own_steps(field: str, what: str) -> Row:
     )
 
 
-def _cpus_alone(field: str) -> Row:
-    """Return the row of a field of the strategy that is built for CPUs alone."""
-    return Row(
-        lambda c: _used(c, field) and c.device != "cpu",
-        "{feature}={value} is built for CPUs alone, not for device={s.device}; leave it out, or write device=cpu",
-        field,
-    )
-
-
 def _in_place(c: Case) -> bool:
     return isinstance(c.policy.delta, InPlace)
 
@@ -283,10 +274,6 @@ TABLE: tuple[Row, ...] = (
     _between_replicas("compression", lambda c: c.shards > 1, _SHARDS),
     _between_replicas("shard_parameters", lambda c: c.shards > 1, _SHARDS),
     Row(
-        lambda c: c.shards > 1 and c.device != "cpu",
-        "device={s.device}: shards on GPUs are not built yet; write device=cpu",
-    ),
-    Row(
         lambda c: c.shards > 1 and not c.flushes,
         "shards={s.shards}: under schedule={s.schedule} each stage moves its weights in the middle of a stream; shards "
         "of such stages are not built yet; write schedule=1f1b",
@@ -375,7 +362,6 @@ TABLE: tuple[Row, ...] = (
         "shard_parameters=True divides the optimizer's state as well, but shard_optimizer=False; leave shard_optimizer "
         "out",
     ),
-    _cpus_alone("shard_parameters"),
     Row(
         lambda c: c.shard_parameters and c.on_nonfinite == "skip",
         "on_nonfinite='skip' discards a bad Δ, but shard_parameters=True has added it to the others' by then; write "
@@ -393,7 +379,6 @@ TABLE: tuple[Row, ...] = (
         "shard_optimizer=True sends each rank its part of Δ, and compression={s.compression} all of it; leave one of "
         "them out",
     ),
-    _cpus_alone("shard_optimizer"),
     Row(
         lambda c: bool(c.shard_optimizer) and c.several_workers and not c.lockstep,
         "shard_optimizer=True is for replicas that make one update together, but under aggregation={policy} the "
@@ -412,21 +397,15 @@ TABLE: tuple[Row, ...] = (
     ),
     # ------------------------------------------------------------------------------------ what is built for CPUs alone
     Row(
-        lambda c: c.device != "cpu" and "cuda" not in c.features,
+        lambda c: c.device != "cpu" and "accelerator" not in c.features,
         "engine={engine} computes on the CPU, not on device={s.device}; write device=cpu",
     ),
     Row(
-        lambda c: c.device != "cpu" and c.several_workers and c.served,
-        "device={s.device}: A is in the host's memory, and under aggregation={policy} each worker of a replica of "
-        "several reads its part there; write device=cpu",
-    ),
-    Row(
-        lambda c: c.device != "cpu" and c.pipelined and "cuda-stages" not in c.features,
+        lambda c: c.device != "cpu" and c.pipelined and "accelerator-stages" not in c.features,
         "device={s.device}: under engine={engine} the stages of a replica communicate through the host's memory; write "
         "device=cpu, or engine={engines}",
-        "cuda-stages",
+        "accelerator-stages",
     ),
-    _cpus_alone("compression"),
     Row(
         lambda c: _used(c, "compression") and isinstance(c.policy.delta, Distance) and "no-server" not in c.features,
         "compression={s.compression} leaves out small parts of a Δ, but under aggregation={policy} a replica sends its "

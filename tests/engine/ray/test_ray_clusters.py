@@ -86,8 +86,7 @@ def test_two_nodes(short: Path) -> None:
     ("strategy", "match"),
     [
         ("replicas=2 aggregation=hogwild", "hogwild writes memory that replicas share.*; write engine=local"),
-        ("replicas=2 device=cuda", "device=cuda, but .* GPU.*; write device=cpu"),
-        ("replicas=2 stages=2 device=cuda", "stages of a replica communicate through the host's .*; write device=cpu"),
+        ("replicas=2 device=cuda", "device=cuda, but torch sees none here; write device=cpu"),
         ("stages=2 schedule=pipedream", "by one version; write schedule=1f1b, or engine='local' or 'distributed'"),
         ("replicas=2 shards=2 shard_optimizer=true", "by engine='local' or 'distributed' alone, not by engine=ray"),
     ],

@@ -19,6 +19,7 @@ from paceline.comm.shared_memory import SpillAllocator
 from paceline.core.errors import InputError, PacelineError, WorkerError
 from paceline.core.records import Record
 from paceline.core.registry import register
+from paceline.device import refuse_absent, use
 from paceline.engine.base import Engine, Job, Outcome, Progress, Watcher
 from paceline.engine.checkpointing import Checkpointer, Snapshot, tell
 from paceline.engine.distributed.agreement import DivergenceCheck, check_job, facts, refuse_differences
@@ -33,7 +34,7 @@ from paceline.engine.distributed.sync_batchnorm import batchnorm_over
 from paceline.engine.distributed.uneven_inputs import ShadowPasses, ShadowReplica
 from paceline.engine.loop import InterruptGuard
 from paceline.engine.own_states import restore_replica
-from paceline.engine.run_context import RunContext, own_settings, refuse_absent_gpu, set_threads_and_seed, threads
+from paceline.engine.run_context import RunContext, own_settings, set_threads_and_seed, threads
 from paceline.engine.spmd.membership import ExcludedError, Survives
 from paceline.engine.spmd.process_group import LaunchEnv, backend_for, refuse_launch
 from paceline.engine.spmd.rank_context import RankContext, RankSetup, build_once_per_host, open_rank_context
@@ -70,15 +71,14 @@ class DistributedEngine(Engine):
         world = LaunchEnv.current()
         if job.strategy.shard_parameters:
             refuse_model(job.program)
-        refuse_absent_gpu(job)
+        refuse_absent(job.strategy.device)
         refuse_launch(backend_for(job.strategy.device, self._backend, world), job, world)
 
     def run(self, job: Job, watch: Watcher) -> Outcome:
         world = LaunchEnv.current()
         backend = backend_for(job.strategy.device, self._backend, world)
         device = RunContext(job).device(world.rank)
-        if backend == "nccl":
-            torch.cuda.set_device(device)
+        use(torch.device(device))
         if job.strategy.aggregation.collective is None:
             return self._served(job, world, backend, device, watch)
         watched = job.strategy.compression == "none"  # a compression makes collectives of its own

@@ -109,16 +109,18 @@ class GradientSync:
     def exchange(self, status: RankStatus, step: Clock, version: Version = 0) -> list[RankStatus]:
         """Return one status of each replica; contributions are then summed where they have to be, or being summed."""
         own, norms = self.contribution or self.buffer, status.norm is not None
+        if self.communicator is None:
+            own.set_counters(self.rank)
+            return [status]
         table = own.table.zero_()
         row = torch.tensor(status.encode(), dtype=table.dtype)
         table[self.rank, : len(row)] = row
         own.set_counters(self.rank)
-        if self.communicator is not None:
-            if self.turns is not None:
-                self.turns.sum(self.communicator, self.buffer, self.contribution, version, of_step(step))
-            else:
-                contributions = self.contribution.vectors if self.contribution is not None else None
-                self.communicator.all_reduce(self.vectors, of_step(step), contributions)
+        if self.turns is not None:
+            self.turns.sum(self.communicator, self.buffer, self.contribution, version, of_step(step))
+        else:
+            contributions = self.contribution.vectors if self.contribution is not None else None
+            self.communicator.all_reduce(self.vectors, of_step(step), contributions)
         return [RankStatus.decode(each, norms=norms) for each in self.buffer.table[:, : len(row)].tolist()]
 
 

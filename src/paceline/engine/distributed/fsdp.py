@@ -46,6 +46,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from paceline.checkpoint.base import TensorChunk
 from paceline.core.errors import InputError
 from paceline.core.types import Clock, Version
+from paceline.device import placed
 from paceline.engine.distributed.reduce_buffer import ReduceBuffer
 from paceline.engine.distributed.update import Update, clip_across_ranks
 from paceline.engine.spmd.communicator import Communicator
@@ -169,10 +170,17 @@ class FsdpModule:
         rank: this one's number.
         ranks: number of ranks.
         communicator: of all ranks.
+        device: on which they are.
     """
 
     def __init__(
-        self, module: nn.Module, layout: FlatLayout, rank: int, ranks: int, communicator: Communicator
+        self,
+        module: nn.Module,
+        layout: FlatLayout,
+        rank: int,
+        ranks: int,
+        communicator: Communicator,
+        device: torch.device,
     ) -> None:
         self._layout, self._rank, self._ranks, self._communicator = layout, rank, ranks, communicator
         self._entries = [entry for block in layout.parameters for entry in block.entries]
@@ -181,7 +189,8 @@ class FsdpModule:
         self.finite = True
         """Whether all gradients of this rank were finite; the replica resets it for each Δ."""
         fsdp = importlib.import_module("torch.distributed.fsdp")  # half a second, only where FSDP is used
-        mesh = DeviceMesh.from_group(communicator.group.handle, "cpu")
+        placed(module, device=device)
+        mesh = DeviceMesh.from_group(communicator.group.handle, device.type)
         gather, reduce_scatter = _AllGather(communicator, self), _ReduceScatter(communicator, self)
         for unit in units(module):
             sharded: Any = fsdp.fully_shard(unit, mesh=mesh)
@@ -223,7 +232,7 @@ class FsdpModule:
     def full_state(self, running: FlatState, *, wanted: bool) -> FlatState | None:
         """Gather A, of which ``running`` has the running buffers, where it is wanted; all ranks call it together."""
         sent = self._communicator.traffic.sent_bytes
-        full = self._layout.new() if wanted else None
+        full = self._layout.new(device=running.device) if wanted else None
         views: Iterable[Tensor | None] = [None] * len(self._parameters) if full is None else full.views.parameters
         for parameter, view in zip(self._parameters, views, strict=True):
             # Equal parts along the first dim, of which the last may be shorter or empty.

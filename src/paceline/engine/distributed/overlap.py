@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from paceline.core.errors import PacelineError
+from paceline.device import CPU
 from paceline.engine.base import Job
 from paceline.engine.distributed.reduce_buffer import ReduceBuffer
 from paceline.engine.run_context import threads
 from paceline.engine.spmd.communicator import Communicator, ring_bytes
-from paceline.engine.spmd.process_group import LaunchEnv
+from paceline.engine.spmd.process_group import OURS, LaunchEnv, kind_of
 from paceline.engine.spmd.rank_context import RankContext
 from paceline.replica.flat_state import FlatLayout
 
@@ -32,10 +33,6 @@ BUCKET_BYTES = 4 << 20
 
 # Least bytes of the first bucket: nothing is sent while it fills. DDP's own figure (torch 2.13).
 FIRST_BUCKET_BYTES = 1 << 20
-
-# Backends whose collectives progress without a waiting caller (those of shm and hierarchical do not), and the
-# device that their gradients have to be on.
-IN_BACKGROUND = {"gloo": "cpu", "nccl": "cuda"}
 
 # Cores per rank that Gloo needs besides those that compute, on a single host.
 #
@@ -181,7 +178,8 @@ def build_overlap(job: Job, context: RankContext, backend: str, buffer: ReduceBu
     """Build the overlap of a run; None where the backend can't, or where it would not pay on some rank."""
     layout = buffer.state.layout
     buckets = cut(layout, BUCKET_BYTES, FIRST_BUCKET_BYTES)
-    able = IN_BACKGROUND.get(backend) == job.strategy.device
+    # Collectives of Paceline's own backends do not progress without a waiting caller.
+    able = backend not in OURS and kind_of(backend) == job.strategy.device
     if context.communicator is None or not able or len(buckets) == len(layout.parameters):
         return None
     agreed = all(context.gather(pays(job, context.world, backend), "the others' cores"))
@@ -189,7 +187,7 @@ def build_overlap(job: Job, context: RankContext, backend: str, buffer: ReduceBu
 
 
 def pays(job: Job, world: LaunchEnv, backend: str) -> bool:
-    """Return True if overlap should pay on this rank: NCCL, several hosts, or a spare core per rank for Gloo."""
-    if backend == "nccl" or world.local_size < world.size:
+    """Return True if overlap should pay on this rank: accelerators, several hosts, or a core to spare for Gloo."""
+    if kind_of(backend) != CPU.type or world.local_size < world.size:
         return True
     return len(os.sched_getaffinity(0)) >= world.size * (threads(job.strategy, world.size) + SENDING_CORES)

@@ -112,16 +112,18 @@ class WholeModelShard(RankShard):
         self._setup, job, world = setup, setup.run_context.job, setup.context.world
         communicator, strategy = setup.context.communicator, job.strategy
         self.coordinate = Coordinate(world.rank)
-        self.state, self.parameter_bytes = read(setup.module, setup.layout.new()), setup.layout.parameter_bytes
+        device = torch.device(setup.run_context.device(world.rank))
+        self.state = read(setup.module, setup.layout.new(device=device))
+        self.parameter_bytes = setup.layout.parameter_bytes
         self.full_state = lambda *, wanted: self.state.clone() if wanted else None
         if communicator is not None and strategy.shard_parameters:  # with a single rank they stay whole
-            self.fsdp = FsdpModule(setup.module, setup.layout, world.rank, world.size, communicator)
+            self.fsdp = FsdpModule(setup.module, setup.layout, world.rank, world.size, communicator, device)
             self.parameter_bytes = self.fsdp.shard.layout.nbytes
             self.state = FlatState(FlatLayout((), self.state.layout.buffers), [], self.state.buffers)
             self.full_state = functools.partial(self.fsdp.full_state, self.state)
-        self.reduce_buffer = ReduceBuffer(self.state.layout, world.size, norms=job.noise_scale)
+        self.reduce_buffer = ReduceBuffer(self.state.layout, world.size, device, norms=job.noise_scale)
         if job.survives_deaths and communicator is not None:
-            self.contribution = ReduceBuffer(self.state.layout, world.size)
+            self.contribution = ReduceBuffer(self.state.layout, world.size, device)
         self.update = update = self._build_update()
         if job.noise_scale:
             assert isinstance(update, ReplicatedUpdate), "another update was not refused"
@@ -228,7 +230,7 @@ class ModelParallelShard(RankShard):
         self.parameter_bytes = ranks.state.layout.parameter_bytes
         self.full_state = ranks.full_state
         shard = ShardState(ranks.state, ranks.whole, counted)
-        self.reduce_buffer = buffer = ReduceBuffer(ranks.state.layout, ranks=ranks.mesh.replicas)
+        self.reduce_buffer = buffer = ReduceBuffer(ranks.state.layout, ranks.mesh.replicas, ranks.state.device)
 
         peers = ranks.subgroups.peers
         if communicator is not None and zero:

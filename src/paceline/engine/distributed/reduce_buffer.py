@@ -23,11 +23,14 @@ class ReduceBuffer:
     Args:
         layout: of A, or of its running buffers alone where Δ is summed elsewhere.
         ranks: rows of the status table.
+        device: on which it is.
         norms: whether rows have norms.
     """
 
-    def __init__(self, layout: FlatLayout, ranks: int, *, norms: bool = False) -> None:
-        self._layout, self._ranks, self._norms = layout, ranks, norms
+    def __init__(
+        self, layout: FlatLayout, ranks: int, device: torch.device | None = None, *, norms: bool = False
+    ) -> None:
+        self._layout, self._ranks, self._device, self._norms = layout, ranks, device, norms
         self.vectors: list[Tensor] = []
         """The buffer: reduced whole where Δ is summed in it."""
         self.renew()
@@ -48,7 +51,7 @@ class ReduceBuffer:
         self._fields = FIELDS + NORMS * norms
         width = self._fields + DIGITS * counters
         sizes[table_dtype] = table_start + ranks * width
-        vectors = {dtype: torch.zeros(size, dtype=dtype) for dtype, size in sizes.items()}
+        vectors = {dtype: torch.zeros(size, dtype=dtype, device=self._device) for dtype, size in sizes.items()}
         self.vectors[:] = vectors.values()
         self.nbytes = sum(v.nbytes for v in self.vectors)
         self.table = vectors[table_dtype][table_start:].view(ranks, width)
@@ -58,7 +61,7 @@ class ReduceBuffer:
         self._floats = self._sums[len(layout.parameters) :]
         floats = iter(self._floats)
         buffers = [
-            next(floats) if b.dtype.is_floating_point else torch.zeros(b.elements, dtype=b.dtype)
+            next(floats) if b.dtype.is_floating_point else torch.zeros(b.elements, dtype=b.dtype, device=self._device)
             for b in layout.buffers
         ]
         self.state = FlatState(layout, self._sums[: len(layout.parameters)], buffers)

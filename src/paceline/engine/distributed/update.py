@@ -84,12 +84,12 @@ class ReplicatedUpdate(Update):
         self._buffer, self._owner, self._compression, self._communicator = buffer, owner, compression, communicator
         self.reduced_vectors = buffer.vectors if compression is None else buffer.tails()
         self.optimizer = owner.flat_optimizer
-        blocks = buffer.state.layout.parameters if compression is not None else ()
-        self._compressed = [
-            (compression.start([tuple(e.shape) for e in block.entries], block.dtype), vector)
-            for block, vector in zip(blocks, buffer.state.parameters, strict=False)
-            if compression is not None
-        ]
+        self._compressed = list[tuple[Any, Tensor]]()
+        if compression is not None and communicator is not None:
+            self._compressed = [
+                (compression.start([tuple(e.shape) for e in block.entries], block.dtype, communicator.device), vector)
+                for block, vector in zip(buffer.state.layout.parameters, buffer.state.parameters, strict=True)
+            ]
 
     def kept(self) -> tuple[list[TensorChunk], dict[str, Tensor]]:
         """Return what the compression keeps: residuals by full names of parameters, and by name what all ranks have."""
@@ -109,7 +109,10 @@ class ReplicatedUpdate(Update):
         if self._compression is not None and self._communicator is not None:
             group = self._communicator.group.handle
             for state, vector in self._compressed:
-                self._communicator.traffic.sent_bytes += self._compression.all_reduce(state, vector, group)
+                moved = self._communicator.to_device(vector)
+                self._communicator.traffic.sent_bytes += self._compression.all_reduce(state, moved, group)
+                if moved is not vector:
+                    vector.copy_(moved)
         self._owner.apply([(self._buffer.state, factor)], rate, alone=True, version=version)
 
 

@@ -123,7 +123,7 @@ class ZeroPartition:
         cut = cut_at_borders([entry.stop - entry.start for entry in block.entries], ranks)
         states, deltas = ([whole[start:stop] for start, stop in pairwise(cut)] for whole in (a, delta))  # by rank
         longest = max(map(len, states))
-        rows, row = torch.zeros(ranks, longest, dtype=block.dtype), torch.zeros(longest, dtype=block.dtype)
+        rows, row = a.new_zeros(ranks, longest), a.new_zeros(longest)
         start, stop = cut[rank], cut[rank + 1]
         inside = [entry for entry in block.entries if start <= entry.start and entry.stop <= stop]
         entries = (TensorEntry(e.name, e.shape, e.start - start, e.stop - start) for e in inside)

@@ -18,12 +18,13 @@ from paceline.comm.fork_server import ForkServer
 from paceline.comm.linux import considerate, prompt
 from paceline.core.delta import Change, Distance, InPlace
 from paceline.core.registry import register
+from paceline.device import refuse_absent
 from paceline.engine import ENGINES
 from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.engine.local.fault_injection import EventScript
 from paceline.engine.local.local_run import LocalRun
 from paceline.engine.local.worker_processes import ENTRY
-from paceline.engine.run_context import refuse_absent_gpu, refuse_torchrun
+from paceline.engine.run_context import refuse_torchrun
 from paceline.engine.spmd import launcher
 from paceline.support import ENGINE_FEATURES
 
@@ -59,7 +60,7 @@ class LocalEngine(Engine):
 
     def refuse(self, job: Job) -> None:
         refuse_torchrun(self.name)
-        refuse_absent_gpu(job)
+        refuse_absent(job.strategy.device)
 
     def run(self, job: Job, watch: Watcher) -> Outcome:
         strategy = job.strategy

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from paceline.core.errors import InputError
 from paceline.core.registry import register
+from paceline.device import CPU, refuse_absent
 from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.engine.loop import InterruptGuard
 from paceline.engine.ray.cluster import Cluster
-from paceline.engine.run_context import refuse_absent_gpu, refuse_torchrun
+from paceline.engine.run_context import refuse_torchrun
 from paceline.support import ENGINE_FEATURES
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ class RayEngine(Engine):
         strategy = job.strategy
         refuse_torchrun(self.name)
         if self._address is None:
-            refuse_absent_gpu(job)  # its own Ray has this host's; none is started to learn that
-        elif strategy.device.startswith("cuda"):
+            refuse_absent(job.strategy.device)  # its own Ray has this host's; none is started to learn that
+        elif strategy.device != CPU.type:
             self._cluster = self._cluster or Cluster(self._address)
             if not self._cluster.gpus:
                 raise InputError(f"device={strategy.device}, but the Ray cluster has no GPU; write device=cpu")

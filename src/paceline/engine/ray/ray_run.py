@@ -19,6 +19,7 @@ from paceline.checkpoint.fingerprint import versions
 from paceline.core.errors import WaitTimeoutError, WorkerError, failure_of, raised_text
 from paceline.core.mesh import Coordinate
 from paceline.core.types import ReplicaId, Seconds
+from paceline.device import CPU
 from paceline.engine.base import Job, Outcome, Progress, Watcher
 from paceline.engine.checkpointing import tell
 from paceline.engine.loop import TICK_S, InterruptGuard
@@ -130,8 +131,8 @@ class RayRun:
 
     def _start(self) -> None:
         job, actors, interrupts = self._job, self._actors, self._interrupts
-        on_gpus = job.strategy.device.startswith("cuda")
-        gpus = 1.0 / math.ceil(self._replicas / self._cluster.gpus) if on_gpus else 0.0
+        on_gpus = job.strategy.device != CPU.type
+        gpus = 1.0 / math.ceil(job.strategy.workers / self._cluster.gpus) if on_gpus else 0.0
         stop = lambda: interrupts.count > 0  # noqa: E731
         actors.start(
             job, self._room, self._servers, gpus, stop, lambda part: self._watch(Progress("starting", part / 2))

@@ -23,8 +23,9 @@ from torch import Tensor
 from paceline.comm.shm.process_group import ShmProcessGroup
 from paceline.core.errors import PacelineError, WaitTimeoutError, WorkerError
 from paceline.core.types import Seconds
+from paceline.device import CPU
 from paceline.engine.spmd.membership import RankMembership, RanksLost
-from paceline.engine.spmd.process_group import ProcessGroup
+from paceline.engine.spmd.process_group import ProcessGroup, kind_of
 from paceline.engine.spmd.rank_registry import RankRegistry, StoreSignals
 
 # torch 2.13 has other names for them, and warns of these.
@@ -143,22 +144,27 @@ class Communicator:
             result = torch.empty(x.shape, dtype=x.dtype)
             work: Any = self._shm.combine(x, result, "max" if largest else "sum")
         else:
-            result = x.clone(memory_format=torch.contiguous_format)
+            moved = self.to_device(x)
+            result = moved.clone(memory_format=torch.contiguous_format) if moved is x else moved
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
             work = dist.all_reduce(result, op, group=self.group.handle, async_op=True)
         self.wait(work, description)
         self.traffic.sent_bytes += ring_bytes(x.nbytes, self.ranks)
-        return result
+        return result.to(x.device)
 
     def reduce_scatter(self, rows: Tensor, own: Tensor) -> Any:
         """Start to sum all ranks' rows, one for each rank; ``own`` receives the sum of this rank's row."""
         self.traffic.sent_bytes += (self.ranks - 1) * own.nbytes
-        return _reduce_scatter(own, rows.view(-1), group=self.group.handle, async_op=True)
+        out, given = self.to_device(own), self.to_device(rows)
+        work = _reduce_scatter(out, given.view(-1), group=self.group.handle, async_op=True)
+        return work if out is own else StagedWork(work, own, out)
 
     def all_gather(self, rows: Tensor, own: Tensor) -> Any:
         """Start to gather all ranks' rows."""
         self.traffic.sent_bytes += (self.ranks - 1) * own.nbytes
-        return _all_gather(rows.view(-1), own, group=self.group.handle, async_op=True)
+        out, given = self.to_device(rows), self.to_device(own)
+        work = _all_gather(out.view(-1), given, group=self.group.handle, async_op=True)
+        return work if out is rows else StagedWork(work, rows, out)
 
     def broadcast(self, vector: Tensor, source: int, description: str) -> None:
         """Replace a vector by that of one rank of the group."""
@@ -172,6 +178,32 @@ class Communicator:
     def to_device(self, vector: Tensor) -> Tensor:
         """Return a vector on the backend's device: itself, or a copy."""
         return vector if vector.device == self.device else vector.to(self.device)
+
+
+@dataclass(frozen=True)
+class StagedWork:
+    """A collective on a copy of a tensor, for a backend that does not take the tensor's device.
+
+    Args:
+        work: torch's.
+        target: receives the result.
+        staged: has it once the collective is complete.
+    """
+
+    work: Any
+    target: Tensor
+    staged: Tensor
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """As torch's."""
+        done: bool = self.work.wait() if timeout is None else self.work.wait(timeout)
+        self.target.copy_(self.staged)
+        return done
+
+    def is_completed(self) -> bool:
+        """As torch's; the result is in the target after :meth:`wait`."""
+        completed: bool = self.work.is_completed()
+        return completed
 
 
 def ring_bytes(nbytes: int, ranks: int) -> int:
@@ -200,6 +232,11 @@ class CollectiveWatchdog:
     """Longest wait for a collective before ranks are suspected; None: the timeout."""
     _checked_s: Seconds = 0.0
 
+    @property
+    def _polls(self) -> bool:
+        """Whether a wait for the backend can't be broken off and made again, as of most backends for accelerators."""
+        return kind_of(self._backend) != CPU.type
+
     def wait(self, work: Any, description: str) -> None:
         """Wait for a collective that has been started.
 
@@ -215,7 +252,7 @@ class CollectiveWatchdog:
         began = time.monotonic()
         while True:
             try:
-                if _wait_by_polling(work) if self._backend == "nccl" else _wait_slice(work):
+                if _wait_by_polling(work) if self._polls else _wait_slice(work):
                     return
             except RuntimeError as error:
                 if self.membership is not None:
@@ -333,7 +370,7 @@ def _wait_slice(work: Any) -> bool:
 
 
 def _wait_by_polling(work: Any) -> bool:
-    """Poll for one slice: NCCL aborts a collective whose wait has timed out."""
+    """Poll for one slice: NCCL aborts a collective whose wait has timed out, and others may."""
     deadline = time.monotonic() + SLICE.total_seconds()
     while time.monotonic() < deadline and not work.is_completed():
         os.sched_yield()

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from paceline.core.mesh import Coordinate, Mesh
 from paceline.core.types import Seconds
+from paceline.device import CPU, moved
 from paceline.engine.spmd.communicator import Communicator
 from paceline.replica.pipeline.p2p_queue import P2P
 
@@ -136,10 +137,11 @@ class ProcessGroupP2P(P2P):
     Args:
         communicator: of the whole run; counts the bytes.
         routes: to the workers of this replica, as ranks of the run.
+        device: of this worker, on which messages are when they have been received.
     """
 
-    def __init__(self, communicator: Communicator, routes: Routes) -> None:
-        self._communicator, self._group = communicator, communicator.group.handle
+    def __init__(self, communicator: Communicator, routes: Routes, device: torch.device = CPU) -> None:
+        self._communicator, self._group, self._device = communicator, communicator.group.handle, device
         columns = range(len(routes.mesh.stage_replicas))
         self._destinations, self._sources = list(map(routes.to, columns)), list(map(routes.source, columns))
         self._wait_thread = None if communicator.group.backend in WAITS_AGAIN else WaitThread()
@@ -150,10 +152,10 @@ class ProcessGroupP2P(P2P):
         while self._sends and all(work.is_completed() for work in self._sends[0].works):
             self._sends.popleft()
         if tensor.numel():
-            moved = self._communicator.to_device(tensor)
+            sent = self._communicator.to_device(tensor)
             ranks = self._destinations[destination]
-            works = [self._group.send([_real(moved)], rank, 0) for rank in ranks]  # dist.isend without its checks
-            self._sends.append(_Send(works, moved, description))
+            works = [self._group.send([_real(sent)], rank, 0) for rank in ranks]  # dist.isend without its checks
+            self._sends.append(_Send(works, sent, description))
             self._communicator.traffic.sent_bytes += tensor.nbytes * len(ranks)
 
     def irecv(self, shape: Sequence[int], dtype: torch.dtype, source: int, description: str) -> Callable[[], Tensor]:
@@ -163,7 +165,7 @@ class ProcessGroupP2P(P2P):
         def received() -> Tensor:
             if work is not None:
                 self.wait(work, description)
-            return buffer
+            return moved(buffer, self._device)
 
         return received
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import final
 
+import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import InputError
@@ -93,7 +94,7 @@ class PipelineRank(ModelParallelRank):
         self.layout = self.stages[self.place.stage].parts[self.shard]
         self.parts = [division.parts[number] for number in self._numbers(self.place.stage)]
         """This rank's parts of the model."""
-        self.state = read(merged_module(self.parts), self.layout.new())
+        self.state = read(merged_module(self.parts), self.layout.new(device=self.run_context.device(self.rank)))
         if self.shards is not None:
             free_unused(module, [part.module for part in self.parts])
         if self.context.communicator is not None:
@@ -114,6 +115,9 @@ class PipelineRank(ModelParallelRank):
         """Return the components of this rank's part of a replica; ``recorder`` records its spans."""
         job, communicator = self.run_context.job, self.context.communicator
         strategy, replicas = job.strategy, self.mesh.stage_replicas
+        p2p, device = None, self.run_context.device(self.rank)
+        if communicator is not None:
+            p2p = ProcessGroupP2P(communicator, Routes(self.mesh, self.place), torch.device(device))
         return PipelineContext(
             job.program,
             CommPlan.of(self.cut, self.order, replicas, strategy.micro_batch_count),
@@ -122,8 +126,8 @@ class PipelineRank(ModelParallelRank):
             self.layout,
             replicas.number(self._column),
             self.replica,
-            self.run_context.device(self.rank),
-            None if communicator is None else ProcessGroupP2P(communicator, Routes(self.mesh, self.place)),
+            device,
+            p2p,
             recorder,
             strategy.recompute,
             strategy.batchnorm,

@@ -19,9 +19,9 @@ from paceline.comm import register
 from paceline.comm.shm.rendezvous import of_this_start
 from paceline.core.errors import InputError, WaitTimeoutError, unknown
 from paceline.core.types import Seconds
+from paceline.device import CPU, collective_backend, count
 from paceline.engine.base import Job
 from paceline.engine.spmd.rendezvous import AGENT_STORE, INTERFACE, all_here, attend, job_store
-from paceline.strategy import Device
 
 # Paceline's own backends: shared memory inside each host and sockets between hosts, or inside one host alone.
 OURS = ("hierarchical", "shm")
@@ -55,7 +55,19 @@ class LaunchEnv:
         return cls(rank, size, int(local_size or size), local_size == str(size))
 
 
-def backend_for(device: Device, requested: str | None, world: LaunchEnv) -> str:
+def kind_of(backend: str) -> str:
+    """Return the type of the devices between which a backend moves tensors; ``cpu``: it goes through the host's memory.
+
+    >>> kind_of("gloo"), kind_of("nccl")
+    ('cpu', 'cuda')
+    """
+    if backend == dist.Backend.default_device_backend_map[CPU.type]:
+        return CPU.type
+    kinds = dist.Backend.backend_capability.get(backend, [CPU.type])
+    return next((kind for kind in kinds if kind != CPU.type), CPU.type)
+
+
+def backend_for(device: str, requested: str | None, world: LaunchEnv) -> str:
     """Return the backend of ranks that compute on ``device``: the one that is requested, or the best for them.
 
     >>> two = LaunchEnv(rank=0, size=2, local_size=2, one_host=True)
@@ -64,26 +76,32 @@ def backend_for(device: Device, requested: str | None, world: LaunchEnv) -> str:
     """
     if requested is not None:
         return requested
-    if device == "cuda":
-        return "nccl"
+    if device != CPU.type:
+        return collective_backend(device)
     return "shm" if world.one_host and sys.platform == "linux" else "gloo"
 
 
 def refuse_launch(backend: str, job: Job, world: LaunchEnv) -> None:
     """Raise InputError if this backend can't run the job, or if there is not one process for each of its workers."""
     strategy, workers, device = job.strategy, job.strategy.workers, job.strategy.device
-    if backend not in BACKENDS:
+    if backend not in BACKENDS and backend.upper() not in dist.Backend._plugins:
         raise unknown("backend", backend, BACKENDS)
-    if backend == "nccl" and device == "cpu":
-        raise InputError("engine='distributed:nccl' moves GPU memory, but device=cpu; write engine='distributed:gloo'")
-    if backend in OURS and device == "cuda":
+    moves = kind_of(backend)
+    if moves != CPU.type and device == CPU.type:
         raise InputError(
-            f"engine='distributed:{backend}' is for CPUs, but device=cuda; write engine='distributed:nccl'"
+            f"engine='distributed:{backend}' moves memory of device={moves}, but device=cpu; write "
+            "engine='distributed:gloo'"
         )
-    if backend == "nccl" and world.local_size > torch.cuda.device_count():
+    if device != CPU.type and (backend in OURS or moves not in (device, CPU.type)):
+        which = "CPUs" if backend in OURS else f"device={moves}"
         raise InputError(
-            f"NCCL needs a GPU for each process, but this host has {torch.cuda.device_count()} for {world.local_size}; "
-            f"write torchrun --nproc-per-node {torch.cuda.device_count()}, or engine='distributed:gloo'"
+            f"engine='distributed:{backend}' is for {which}, but device={device}; write "
+            f"engine='distributed:{collective_backend(device)}'"
+        )
+    if backend == "nccl" and world.local_size > count(device):
+        raise InputError(
+            f"NCCL needs a GPU for each process, but this host has {count(device)} for {world.local_size}; "
+            f"write torchrun --nproc-per-node {count(device)}, or engine='distributed:gloo'"
         )
     if (servers := strategy.servers or 1) > workers:
         raise InputError(
@@ -242,7 +260,7 @@ class ProcessGroup:
     def wait_for_ever(self) -> None:
         """Extend the backend's timeout: the watchdog bounds each wait, and knows which ranks are slow on purpose."""
         self.for_ever = True
-        if self.backend != "shm":  # each wait of which has a timeout of its own
+        if self.backend in ("gloo", "hierarchical"):  # of the others, each wait has a timeout of its own
             dist.distributed_c10d._set_pg_timeout(timedelta(days=30), self.handle)
         if self.backend == "hierarchical":
             self.handle.wait_for_ever()
@@ -405,5 +423,6 @@ def _own_prefix(store: Store, use: str) -> Store:
 
 
 def _in_torch(backend: str) -> str:
-    """Return torch's name of a backend: with NCCL, tensors in the host's memory go through Gloo."""
-    return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
+    """Return torch's name of a backend: beside one for a device, tensors in the host's memory go through Gloo."""
+    kinds = dist.Backend.backend_capability.get(backend, [CPU.type])
+    return backend if CPU.type in kinds else f"cpu:gloo,{kind_of(backend)}:{backend}"

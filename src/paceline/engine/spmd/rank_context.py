@@ -39,11 +39,12 @@ from paceline.comm.shared_pickle import SharedObject, share, unpack
 from paceline.core.errors import CollectiveError, PacelineError, WorkerError, encode_failure, failure_text
 from paceline.core.mesh import Coordinate, Mesh
 from paceline.core.types import ReplicaId, Seconds
+from paceline.device import CPU
 from paceline.engine.run_context import RunContext
 from paceline.engine.spmd.bounded_store import BoundedStore
 from paceline.engine.spmd.communicator import CollectiveWatchdog, Communicator
 from paceline.engine.spmd.membership import NoMemberError, RankMembership, Survives
-from paceline.engine.spmd.process_group import LaunchEnv, opened
+from paceline.engine.spmd.process_group import LaunchEnv, kind_of, opened
 from paceline.engine.spmd.rank_registry import RankRegistry, StoreSignals
 from paceline.engine.spmd.rendezvous import LINGER_S, keeps_store
 from paceline.engine.spmd.survival import Survival
@@ -187,7 +188,7 @@ def open_rank_context(
                 group.wait_for_ever()
             store_signals = StoreSignals(store, world.rank, world.size)
             watchdog = CollectiveWatchdog(store_signals, registry, timeout_s, backend, membership)
-            communicator = Communicator(group, watchdog, device if backend == "nccl" else "cpu")
+            communicator = Communicator(group, watchdog, device if kind_of(backend) != CPU.type else CPU.type)
             survival = None if membership is None else Survival(membership, communicator, watchdog, registry, timeout_s)
             context = RankContext(world, registry, communicator, store_signals, survival)
             if survival is not None and joins:

@@ -159,7 +159,7 @@ class ModelParallelRank(ABC):
             context.job.program,
             inner,
             self.whole,
-            self.layout,
+            self.layout.new(device=self.state.device),
             owned,
             self.part_chunks(),
             summed,
@@ -245,7 +245,7 @@ class TensorParallelRank(ModelParallelRank):
             self.context.communicator.traffic.sent_bytes = 0  # those of preparation do not count as training's
         parts = [shard_layout(self.whole, placements, shard) for shard in range(self.shards.count)]
         self.stages, self.layout = [StageSharding(placements, parts)], parts[self.shard]
-        self.state = read(self.prepared.shard.module, self.layout.new())
+        self.state = read(self.prepared.shard.module, self.layout.new(device=self.run_context.device(self.rank)))
         free_unused(rank_setup.module, [self.prepared.shard.module])
 
     def worker(self, micro_steps: int, recorder: AnyRecorder, handoff: GradientHandoff | None = None) -> TensorParallel:

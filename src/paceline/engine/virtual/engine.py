@@ -26,6 +26,7 @@ from paceline.core.records import ReplicaExit
 from paceline.core.registry import register
 from paceline.core.typed_json import to_json
 from paceline.core.types import ReplicaId, Seconds
+from paceline.device import refuse_absent
 from paceline.engine import own_states
 from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.engine.checkpointing import Checkpointer, Snapshot
@@ -62,6 +63,7 @@ class VirtualEngine(Engine):
     features = ENGINE_FEATURES[name]
 
     def refuse(self, job: Job) -> None:
+        refuse_absent(job.strategy.device)
         times = job.times or Times()
         parts = (times.compute, times.transfer, times.apply, times.gradient)
         timeless = all(not isinstance(part, str) and part.mean_s == 0 for part in parts) and times.network is None
@@ -89,7 +91,8 @@ class VirtualRun:
         self._job, self._watch = job, watch
         saved = VirtualState.of(RunContext(job))
         self._context = context = RunContext(job, has_held=saved is not None)
-        self._module, state = first_state(job.program, job.running_buffers)
+        self._device = context.device(0)
+        self._module, state = first_state(job.program, job.running_buffers, self._device)
         noise = NoiseAccumulator(context.reference_batch) if job.noise_scale else None
         self._estimator = NoiseEstimator(noise) if noise else None
         self._optimizer = ServerOptimizer(job.program, context.policy, state, self._estimator)
@@ -127,7 +130,7 @@ class VirtualRun:
         self._checkpointer = Checkpointer(context, self._loop, self._take_snapshot)
         self._coordinator = self._loop.coordinator
         self._coordinator.away |= self._hosts.returning | self._hosts.gone
-        self._evaluator = Evaluator(job.program, job.program.build())
+        self._evaluator = Evaluator(job.program, job.program.build(), torch.device(self._device))
         # Δs are computed as they arrive, rather than when an update needs them, where a decision depends on them, or
         # their data or state come in the order of arrivals.
         depends = "loss" in context.policy.needs or self._observer.looks_inside or job.on_nonfinite == "skip"
@@ -355,7 +358,7 @@ class VirtualRun:
             self._now = resume.run.seconds
             for replica, position in enumerate(self._context.positions):
                 self._durations.skip(replica, position.attempt, position.clock)
-            for attempt in held_attempts(resume, layout) if self._context.keeps_policy else ():
+            for attempt in held_attempts(resume, layout, self._device) if self._context.keeps_policy else ():
                 self._attempts.hold(attempt)
         else:
             self._restore_exactly(state, resume)
@@ -368,7 +371,7 @@ class VirtualRun:
         """Go on with all that was under way."""
         layout = self._optimizer.state.layout
         self._now = state.now_s
-        attempts = list(restored_attempts(state.attempts.attempts, resume, layout, self._shared_state))
+        attempts = list(restored_attempts(state.attempts.attempts, resume, layout, self._device, self._shared_state))
         self._attempts.restore(state.attempts, attempts)
         for attempt, _ in attempts:
             if attempt.measured is None:
@@ -377,7 +380,8 @@ class VirtualRun:
         self._hosts.restore(state.network)
         self._observer.restore(state.observer, resume.checkpoint)
         if self._estimator is not None and state.noise is not None:
-            self._estimator.restore(state.noise, resume.checkpoint, FlatLayout(layout.parameters, ()))
+            kept = FlatLayout(layout.parameters, ())
+            self._estimator.restore(state.noise, resume.checkpoint, kept, self._optimizer.state.device)
 
     # ----------------------------------------------------------------------------------------------- the end, the start
 

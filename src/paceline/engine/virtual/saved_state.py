@@ -132,7 +132,11 @@ def attempt_chunks(attempts: Iterable[PendingDelta], current: Version) -> Iterat
 
 
 def restored_attempts(
-    states: Sequence[AttemptState], resume: ResumePoint, layout: FlatLayout, current: Callable[[], FlatState]
+    states: Sequence[AttemptState],
+    resume: ResumePoint,
+    layout: FlatLayout,
+    device: str,
+    current: Callable[[], FlatState],
 ) -> Iterator[tuple[PendingDelta, bool]]:
     """Yield attempts as they were, and whether each has arrived.
 
@@ -140,6 +144,7 @@ def restored_attempts(
         states: of them.
         resume: where the run goes on.
         layout: of A.
+        device: of A.
         current: returns the A of the checkpoint, shared by all attempts that have read it.
     """
     checkpoint, version = resume.checkpoint, resume.run.coordinator.version
@@ -148,7 +153,7 @@ def restored_attempts(
         attempt = PendingDelta(state.replica, state.clock, state.version, None, state.first_micro_step, state.batches)
         attempt.phase, attempt.due_s, attempt.work_s = state.phase, state.due_s, state.work_s
         if state.computed:
-            attempt.out = layout.new()
+            attempt.out = layout.new(device=device)
             checkpoint.read_into(delta_chunks(attempt.out, state.replica, state.clock))
             loss = math.nan if state.loss is None else state.loss
             attempt.measured = Measured(loss, state.samples, state.finite, state.micro)
@@ -158,20 +163,20 @@ def restored_attempts(
             attempt.read.version = version
         else:
             if state.version not in read:
-                read[state.version] = layout.new()
+                read[state.version] = layout.new(device=device)
                 read[state.version].version = state.version
                 checkpoint.read_into(whole_chunks(read[state.version], _read_prefix(state.version)))
             attempt.read = read[state.version]
         yield attempt, state.arrived
 
 
-def held_attempts(resume: ResumePoint, layout: FlatLayout) -> Iterator[PendingDelta]:
-    """Yield the Δs that a policy held in a run of another engine."""
+def held_attempts(resume: ResumePoint, layout: FlatLayout, device: str) -> Iterator[PendingDelta]:
+    """Yield the Δs that a policy held in a run of another engine; arguments as above."""
     checkpoint, names = resume.checkpoint, set(resume.held)
     for arrival in resume.run.coordinator.held:
         if (arrival.replica, arrival.clock) in names:
             attempt = PendingDelta(arrival.replica, arrival.clock, arrival.version, None, 0, NO_BATCHES)
-            attempt.out = layout.new()
+            attempt.out = layout.new(device=device)
             checkpoint.read_into(delta_chunks(attempt.out, arrival.replica, arrival.clock))
             loss = math.nan if arrival.loss is None else arrival.loss
             attempt.measured = Measured(loss, arrival.samples, arrival.finite)

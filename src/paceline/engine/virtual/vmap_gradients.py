@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from paceline.core.data_order import DataOrder
 from paceline.core.delta import Gradient
 from paceline.core.types import ReplicaId
+from paceline.device import CPU
 from paceline.engine.loop import nonfinite_error
 from paceline.engine.run_context import RunContext
 from paceline.engine.virtual.pending_delta import BatchAt, BatchSources, DeltaComputer, PendingDelta
@@ -162,7 +163,7 @@ def delta_computer(context: RunContext, module: nn.Module, layout: FlatLayout, s
     if order is None or job.program.loader.get("num_workers"):
         return DeltaComputer(build, sources.at, stop=stop)
     batch_at = context.batches().at
-    if isinstance(context.delta, Gradient) and job.loop is None:
+    if isinstance(context.delta, Gradient) and job.loop is None and job.strategy.device == CPU.type:
         gradient = stacked_gradient(module, job.program, layout, order)
         if gradient is not None:
             return VmapComputer(gradient, order, build, batch_at, stop=stop)

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from paceline.core.errors import InputError
+from paceline.device import seed
 from paceline.program import leaves
 from paceline.replica.activation_memory import ActivationMemory, StorageCounter
 from paceline.replica.pipeline.batchnorm import DeferredBatchNorms
@@ -37,7 +38,7 @@ from paceline.replica.pipeline.cut import Part
 from paceline.replica.pipeline.micro_batches import MicroBatch, Shapes
 from paceline.replica.pipeline.p2p_queue import P2PMessage, Received, Value
 from paceline.replica.pipeline.split_backward import DeferredWeightGrads, Splitter, replace_ops
-from paceline.replica.single import seed_generators, step_seed
+from paceline.replica.single import step_seed
 
 # Begins to send a gradient; returns its bytes.
 SendGradient: TypeAlias = Callable[[P2PMessage, Tensor], int]
@@ -339,7 +340,7 @@ class PipelineStage:
     ) -> None:
         """Seed torch's generators and enter the contexts of a forward pass."""
         # From batch, part and micro-batch alone: a recomputed pass draws the same numbers, in any schedule.
-        seed_generators(step_seed(micro_batch.seed, self.part.number, micro_batch.index), self._device)
+        seed(step_seed(micro_batch.seed, self.part.number, micro_batch.index), torch.device(self._device))
         if self._autocasts:
             stack.enter_context(self._program.autocast(self._device))
         if self._batchnorms is not None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.types import Clock
+from paceline.device import CPU, placed
 from paceline.replica.activation_memory import ActivationMemory
 from paceline.replica.base import Batch
 from paceline.replica.module_utils import get_or_create_submodule, tensors_of
@@ -33,8 +34,9 @@ class StageRuntime:
 
     def __init__(self, context: PipelineContext, *, stream: bool = False) -> None:
         self._context, parts, plan = context, context.parts, context.plan
+        placed(*(part.module for part in parts), device=torch.device(context.device))
         for part in parts:
-            part.module.to(context.device).train()
+            part.module.train()
         self.tensors = Autograd(context.program, merged_module(parts), context.layout, context.replica, context.device)
         self.memory = ActivationMemory()
         self.stages = {part.number: PipelineStage(part, context, self.memory) for part in parts}
@@ -42,7 +44,7 @@ class StageRuntime:
         self.takes_target = any(stage.is_last for stage in self.stages.values())
         """True if this worker computes the loss."""
         self._leaves = {leaf for part in parts for leaf in part.inputs}
-        self._on_cpu = torch.device(context.device).type == "cpu"
+        self._on_cpu = self.tensors.device == CPU
         self._recorder = None if type(context.recorder) is NullRecorder else context.recorder
 
     def micro_batches(self, batch: Batch, total: float, clock: Clock) -> list[MicroBatch]:

@@ -1,0 +1,130 @@
+"""Devices: all that Paceline asks of CUDA, XPU, MPS, or of any other accelerator that is registered with torch.
+
+A strategy names a type, ``device=cuda``; a worker computes on one device of it, ``cuda:1``. Here alone is what such
+types differ in; everything else is tensors.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.core.errors import InputError
+
+AUTO, CPU = "auto", torch.device("cpu")
+
+
+def accelerator() -> str | None:
+    """Return the type of this host's accelerator; None: torch sees none."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
+def resolved(name: str) -> str:
+    """Return the type that a strategy's ``device`` stands for: ``auto`` is the accelerator, if there is one."""
+    return (accelerator() or CPU.type) if name == AUTO else name
+
+
+def refuse_absent(name: str) -> None:
+    """Raise InputError if this host has no device of a type, or torch knows none."""
+    if name == CPU.type:
+        return
+    here = accelerator()
+    instead = f"device={here}, or device=cpu" if here else "device=cpu"
+    try:
+        known = torch.device(name).type == name
+    except RuntimeError:
+        known = False
+    if not known:
+        raise InputError(f"device={name} is no type of device that torch knows; write {instead}")
+    if not count(name):
+        raise InputError(f"device={name}, but torch sees none here; write {instead}")
+
+
+def count(kind: str) -> int:
+    """Return how many devices of a type this host has."""
+    if kind == CPU.type:
+        return 1
+    module = _module(kind)
+    if module is None or not module.is_available():
+        return 0
+    return int(module.device_count())
+
+
+def of_worker(kind: str, number: int) -> torch.device:
+    """Return the device of a worker: round robin, so several may have one."""
+    return CPU if kind == CPU.type else torch.device(kind, number % count(kind))
+
+
+def use(device: torch.device) -> None:
+    """Make a device the current one of this thread."""
+    if device.type != CPU.type and hasattr(module := _module(device.type), "set_device"):
+        module.set_device(device.index or 0)
+
+
+def seed(number: int, device: torch.device) -> None:
+    """Seed torch's generator of the CPU, and that of a device."""
+    torch.default_generator.manual_seed(number)
+    if device.type != CPU.type:
+        module = _module(device.type)
+        with module.device(device.index) if device.index else contextlib.nullcontext():
+            module.manual_seed(number)
+
+
+@contextlib.contextmanager
+def own_generators(tensors: Iterable[Tensor], number: int) -> Iterator[None]:
+    """Context manager: torch's generators of the CPU and of these tensors' devices, seeded; restored afterwards."""
+    devices = {t.device for t in tensors if t.device.type not in (CPU.type, "meta")}
+    with contextlib.ExitStack() as closing:
+        closing.enter_context(torch.random.fork_rng(devices=[]))
+        for device in devices:
+            index = device.index or 0
+            closing.enter_context(torch.random.fork_rng(devices=[index], device_type=device.type))
+        for device in (CPU, *devices):
+            seed(number, device)
+        yield
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device; from the CPU by pinned memory where that has it, so that the host goes on."""
+    if tensor.device == device:
+        return tensor
+    if tensor.device == CPU and device.type in PINNED and tensor.numel():
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def placed(*modules: nn.Module, device: torch.device) -> None:
+    """Move modules in place; tensors that they share stay shared, where torch makes new ones of some devices."""
+    if device == CPU:
+        return
+    parts = {part for module in modules for part in module.modules()}
+    tables = [table for part in parts for table in (part._parameters, part._buffers)]
+    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    shared = list[Tensor]()  # alive, so that an id stays that of one tensor
+    for table in tables:
+        for name, tensor in table.items():
+            if tensor is not None:
+                places.setdefault(id(tensor), []).append((table, name))
+                shared.append(tensor)
+    for module in modules:
+        module.to(device)
+    for (table, name), *others in places.values():
+        for other, same in others:
+            other[same] = table[name]
+
+
+# Types whose copies from pinned memory go on while the host does something else.
+PINNED = ("cuda", "xpu")
+
+
+def collective_backend(kind: str) -> str:
+    """Return the backend of torch.distributed for tensors of a type of device: Gloo, by the host, if it has none."""
+    return dist.Backend.default_device_backend_map.get(kind, "gloo")
+
+
+def _module(kind: str) -> Any:
+    return torch.get_device_module(kind)

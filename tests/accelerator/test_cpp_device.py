@@ -1,0 +1,35 @@
+"""The simulated accelerator in C++: all that the one in Python does, two devices, memory, and copies that are late."""
+
+from pathlib import Path
+
+import pytest
+
+from paceline.comm.fork_server import ForkServer
+from tests.accelerator import building, cpp_cases, group_cases, model_cases, operation_cases, running, traffic_cases
+
+MODULES = (cpp_cases, model_cases, operation_cases, traffic_cases)
+
+
+@pytest.fixture(scope="module")
+def outcomes(session_fork_server: ForkServer) -> dict[str, str | None]:
+    """The traceback of each case, or None."""
+    if why := building.missing():
+        pytest.skip(why)
+    outcomes = dict[str, str | None]()
+    for cases in MODULES:
+        outcomes |= running.run(
+            session_fork_server, "tests.accelerator.running:outcomes", device=running.CPP, module=cases.__name__
+        )
+    return outcomes
+
+
+@pytest.mark.parametrize("case", [case.__name__ for cases in MODULES for case in cases.CASES])
+def test_does_as_an_accelerator_does_with_the_bits_of_the_cpu(outcomes: dict[str, str | None], case: str) -> None:
+    assert outcomes[case] is None, outcomes[case]
+
+
+def test_ranks_with_a_device_each(session_fork_server: ForkServer, tmp_path: Path) -> None:
+    if why := building.missing():
+        pytest.skip(why)
+    for outcomes in group_cases.ranks(session_fork_server, tmp_path / "store", "simshm", device=running.CPP):
+        assert not any(outcomes.values()), outcomes
