@@ -31,6 +31,7 @@ TEAMS = [
     "shards=2",
     "stages=2 shards=2 micro_batches=2",
     "stages=[2,1] micro_batches=2",
+    "stages=[2] micro_batches=2",
     "micro_batches=2",
 ]
 
