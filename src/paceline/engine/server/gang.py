@@ -255,7 +255,19 @@ class Gang:
         with connection, contextlib.ExitStack() as closing:
             pipe = self._pipe(connection, self.places[0], closing, far=self.address.host_id != host_id())
             info = _GroupInfo(*pipe.answer("who is where"))
-            yield pipe, info.rendezvous(worker, self.interface, functools.partial(self._store, info))
+            yield pipe, info.rendezvous(worker, self.interface, functools.partial(self._found_store, info))
+
+    def _found_store(self, info: _GroupInfo) -> Store:
+        """Return the store that the leader keeps.
+
+        Raises:
+            PeerExited: the leader is no more; torch would try to connect for as long as it may take to start.
+        """
+        try:
+            socket.create_connection((info.host, info.port), wire.CONNECT_S).close()
+        except OSError as error:
+            raise PeerExited("the replica's first worker") from error
+        return self._store(info)
 
     def _store(self, info: _GroupInfo, listening: int | None = None) -> Store:
         """Return the store of the replica's process group; who listens, by this descriptor, keeps it."""
