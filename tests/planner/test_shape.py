@@ -1,8 +1,12 @@
 """Parameters and operations of published models, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 
 from paceline.core.errors import InputError
+from paceline.planner.base import Arrangement, Numerics
+from paceline.planner.devices import device
 from paceline.planner.shapes.shape import Shape
 from paceline.planner.shapes.shape_file import ShapeJob, read
 
@@ -105,6 +109,32 @@ def test_a_file_says_model_and_training(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("precision", "optimizer", "parameter", "gradient", "state"),
+    [
+        # As Megatron and DeepSpeed count (1910.02054, section 3.1): 2 and 12 of mixed Adam, here with gradients of 4.
+        ("bf16", "adamw", 2, 4, 12),
+        ("fp16", "adam", 2, 4, 12),
+        ("bf16-mixed", "momentum", 2, 4, 8),
+        ("fp16", "sgd", 2, 4, 4),
+        ("fp32", "adamw", 4, 4, 8),
+        ("tf32", "adam", 4, 4, 8),
+    ],
+)
+def test_words_mean_what_everyone_means(
+    precision: str, optimizer: str, parameter: int, gradient: int, state: int
+) -> None:
+    text = f'{MODEL}[train]\nglobal_batch = 1\nprecision = "{precision}"\noptimizer = "{optimizer}"'
+    job = ShapeJob.from_toml(text)
+    workload = job.workload(device("A100-80GB", precision))
+    assert workload.numerics == Numerics(parameter, gradient, state)
+    # Products at the rate of the format, and activations of its bytes.
+    sixteen = precision.startswith(("bf16", "fp16"))
+    assert workload.device.flops_per_s == (312e12 if sixteen else 156e12 if precision == "tf32" else 19.5e12)
+    block, plain = (each.layers(Arrangement())[1] for each in (workload, replace(workload, precision="fp32")))
+    assert block.output_bytes == plain.output_bytes / (2 if sixteen else 1)
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("layers = ", "this is no TOML"),
@@ -116,8 +146,8 @@ def test_a_file_says_model_and_training(tmp_path) -> None:
         (MODEL + "hiden = 1\n[train]\nglobal_batch = 1", r"unknown key of \[model\] 'hiden'; did you mean 'hidden'"),
         (MODEL + 'ffn = "4"\n[train]\nglobal_batch = 1', "model ffn = '4' is not a whole number; write ffn"),
         (MODEL + "[train]\nglobal_batch = true", "train global_batch = True is not a whole number"),
-        (MODEL + '[train]\nglobal_batch = 1\nprecision = "bf16"', "did you mean 'bf16-mixed'"),
-        (MODEL + '[train]\nglobal_batch = 1\noptimizer = "adamw"', "did you mean 'adam'"),
+        (MODEL + '[train]\nglobal_batch = 1\nprecision = "bf16-mix"', "did you mean 'bf16-mixed'"),
+        (MODEL + '[train]\nglobal_batch = 1\noptimizer = "adamv"', "did you mean 'adam"),
     ],
 )
 def test_what_a_file_says_wrongly_is_refused(text: str, message: str) -> None:

@@ -11,8 +11,14 @@ The file has the model's sizes and how it is trained::
 
     [train]
     global_batch = 64
-    precision = "bf16-mixed"
-    optimizer = "adam"
+    precision = "bf16"
+    optimizer = "adamw"
+
+Bytes of a parameter, by precision and optimizer::
+
+    bf16, fp16        2 in half, 4 of its gradient, 4 in full precision, and the optimizer's
+    fp32, tf32        4, 4 of its gradient, and the optimizer's
+    adam, adamw 8     momentum 4     sgd 0
 
 The cost of a layer on one device::
 
@@ -29,7 +35,7 @@ Sources: saved activations, 2205.05198 section 4; divided products, 1909.08053; 
 a transformer in eager mode.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -139,6 +145,11 @@ def _layers(costs: TransformerCosts) -> tuple[LayerCost, ...]:
 PRECISIONS = ("fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp8-mixed", "fp4-mixed")
 OPTIMIZERS = ("sgd", "momentum", "adam")
 
+# Other words for the same. A model "in bf16" is trained in mixed precision: products in 16 bits, gradients, moments and
+# the parameters that are updated in 32 (1710.03740). AdamW (1711.05101) keeps what Adam keeps.
+_BITS: Mapping[str, str] = {short: f"{short}-mixed" for short in ("bf16", "fp16", "fp8", "fp4")}
+SYNONYMS: Mapping[str, str] = {**_BITS, "adamw": "adam"}
+
 
 @dataclass(frozen=True, slots=True)
 class ShapeJob:
@@ -152,7 +163,9 @@ class ShapeJob:
     shape: Shape
     global_batch: int
     precision: str = "bf16-mixed"
+    """One of :data:`PRECISIONS`."""
     optimizer: str = "adam"
+    """One of :data:`OPTIMIZERS`."""
 
     @classmethod
     def from_toml(cls, text: str, name: str = "") -> "ShapeJob":
@@ -166,15 +179,16 @@ class ShapeJob:
         model, train = section(sections, "model"), section(sections, "train")
         shape = Shape(**{"name": name} | checked(Shape, model, "model"))
         train = checked(cls, {"shape": {}} | train, "train")
-        return cls(**train | {"shape": shape})
+        words = {key: SYNONYMS.get(train[key], train[key]) for key in ("precision", "optimizer") if key in train}
+        return cls(**train | words | {"shape": shape})
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:
             raise InputError(f"global_batch = {self.global_batch}: a step has at least one sample; write 1 or more.")
         if self.precision not in PRECISIONS:
-            raise unknown("precision", self.precision, PRECISIONS)
+            raise unknown("precision", self.precision, (*PRECISIONS, *_BITS))
         if self.optimizer not in OPTIMIZERS:
-            raise unknown("optimizer", self.optimizer, OPTIMIZERS)
+            raise unknown("optimizer", self.optimizer, (*OPTIMIZERS, "adamw"))
 
     def workload(self, device: Device) -> DescribedWorkload:
         """Return the workload on a device; a device of the catalogue is taken at this precision."""
