@@ -194,11 +194,11 @@ def print_answer(report: "PlanReport", program: str, verified: Iterable[object] 
     if beyond := report.beyond:
         speed = f"{seconds_text(beyond.cost.step_s)} a step, {beyond.samples_per_s:,.4g} samples/s"
         lines.append(
-            f"not supported on {cluster.device.kind} yet, and better: {beyond.strategy}, {speed} (--unbuilt proposes "
-            "such)"
+            f"what is not supported on {cluster.device.kind} yet would be better: {speed} (--unbuilt proposes such)"
         )
     _print(console, "\n".join(lines))
-    _print(console, f"run:   {command_of(best, program, cluster.devices_per_host)}", "bold")
+    command = command_of(best, program, cluster.devices_per_host)
+    _print(console, f"run:   {command or f'not supported on {cluster.device.kind} yet'}", "bold")
 
 
 def _memory(report: "PlanReport") -> Table:

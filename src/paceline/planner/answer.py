@@ -84,7 +84,7 @@ def rules(
 
     Args:
         best: the best supported plan.
-        every: the best of all, supported or not: rules don't depend on that.
+        every: the best of all, without limits of the objectives; other than proposed ones aren't named.
         fit: the smallest change that fits.
         cost_cache: the workload and the cluster.
         objectives: of the search.
@@ -156,7 +156,7 @@ class PlanReport:
     fit: Fit
     rules: tuple[Rule, ...]
     beyond: Plan | None
-    """A better plan that is not supported on such devices yet."""
+    """A better plan that is not supported on such devices yet: counted, and never named."""
 
     @property
     def workers(self) -> int:
@@ -184,7 +184,7 @@ class PlanReport:
             "curve": {"points": [asdict(point) for point in self.curve.points], "knee": self.curve.knee},
             "fit": {"text": self.fit.text, "fits": self.fit.fits},
             "rules": [asdict(rule) for rule in self.rules],
-            "beyond": None if self.beyond is None else plan_json(self.beyond, program, each),
+            "beyond": None if self.beyond is None else unnamed_json(self.beyond),
             "provenance": self.provenance,
         }
 
@@ -231,7 +231,8 @@ def answer(
     fit = smallest_change(cost_cache, objectives)
     resources = gains(shown[0], workload, cluster, overlap_model, objectives.delay) if shown else ()
     scaling = curve_of(plans, objectives.max_workers(cluster)) if measured else curve(cost_cache, objectives)
-    compared = rules(shown[0], every, fit, cost_cache, objectives) if shown else ()
+    named = [plan for plan in every if objectives.unbuilt or _runs(plan, cluster)]
+    compared = rules(shown[0], named, fit, cost_cache, objectives) if shown else ()
     return PlanReport(name, workload, cluster, objectives, shown, left_out, resources, scaling, fit, compared, beyond)
 
 
@@ -246,12 +247,22 @@ def exposed(plan: Plan) -> float:
     return sum(plan.cost.terms[name] for name in EXPOSED) / plan.cost.step_s
 
 
+def _runs(plan: Plan, cluster: Cluster) -> bool:
+    """Return True if the devices of a cluster run a plan, by any engine."""
+    return supported.supports(plan.arrangement, cluster.device.kind)
+
+
 def command_of(plan: Plan, program: str, devices_per_host: int) -> str | None:
-    """Return the command that runs a plan; None where it is not supported."""
-    if plan.strategy is None:
+    """Return the command that runs a plan; None where it is not supported on its devices."""
+    if plan.strategy is None or not supported.supports(plan.arrangement, plan.strategy.device):
         return None
     engine = "ray" if plan.servers else supported.engine_of(plan.arrangement, devices_per_host)
     return supported.command(program, plan.strategy, engine, devices_per_host)
+
+
+def unnamed_json(plan: Plan) -> dict[str, Any]:
+    """Return the JSON of a plan that is not supported on its devices: a step's seconds, and samples a second."""
+    return {"step_s": plan.cost.step_s, "samples_per_s": plan.samples_per_s}
 
 
 def plan_json(plan: Plan, program: str, devices_per_host: int) -> dict[str, Any]:
