@@ -88,3 +88,14 @@ def test_what_is_measured_here_is_not_calibrated(shape: Path, tmp_path: Path) ->
     assert "plan one of them" in done.output
     with pytest.raises(InputError, match="step_time_s"):
         plan(shape, cluster=CLUSTER, calibrate=write(tmp_path, [row("alone", n_devices=8)]))
+
+
+def test_rows_that_can_not_be_used_are_named_and_the_others_calibrate(shape: Path, tmp_path: Path) -> None:
+    own = timed(grid("own"), Corrections(), off=0.3)
+    plans = [
+        plan(shape, cluster=CLUSTER, calibrate=write(tmp_path, rows))
+        for rows in (own, [*own, row("odd", zero="hsdp", step_time_s=1)])
+    ]
+    assert plans[0].best.cost.step_s == plans[1].best.cost.step_s
+    assert "left out" not in plans[0].cluster.provenance
+    assert plans[1].cluster.provenance["left out"].startswith("row odd: zero = 'hsdp' is no number")

@@ -1,9 +1,10 @@
 """Prediction of rows of a table from others: ``python -m paceline.plan.predict FILE.csv --calibrate FILE.csv``.
 
 Both files have the columns of :mod:`paceline.planner.calibration.rows`; outcomes in the first are ignored. The output
-is CSV on stdout, one line for each row in its order: ``row_id,step_time_s,mem_gib,status``, where the status is
-``oom`` if a worker needs more than ``gpu_mem_gb`` (or, where that is blank, than its device can have), and else
-``ok``. A row without ``gbs`` counts as a step of one micro-batch of each replica.
+is CSV on stdout, one line for each row in its order: ``row_id,step_time_s,mem_gib,status,reason``, where the status
+is ``oom`` if a worker needs more than ``gpu_mem_gb`` (or, where that is blank, than its device can have), and else
+``ok``. A row that can't be predicted has blanks and a reason; a measured row that can't be used is left out, and stderr
+says why. A row without ``gbs`` counts as a step of one micro-batch of each replica.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from typing import NamedTuple
 
 from paceline.core.errors import InputError
 from paceline.planner.calibration import calibrate
+from paceline.planner.calibration.refusals import refuse_unpredictable, usable
 from paceline.planner.calibration.rows import GIB, PublishedRow, read
 from paceline.planner.devices import SHEETS
 
@@ -32,6 +34,8 @@ class Line(NamedTuple):
     step_time_s: str
     mem_gib: str
     status: str
+    reason: str = ""
+    """Why there is no prediction."""
 
 
 @dataclass(frozen=True)
@@ -40,19 +44,29 @@ class RowPredictor:
 
     times: calibrate.Calibration
     memory: calibrate.MemoryCalibration
+    models: frozenset[str]
+    """Names in lower case of the models that were measured."""
+    left_out: Sequence[str] = ()
+    """Why measured rows were not used."""
 
     @classmethod
     def of(cls, rows: Sequence[PublishedRow]) -> "RowPredictor":
-        """Calibrate with rows that have outcomes.
+        """Calibrate with those rows that have outcomes and can be used.
 
         Raises:
             InputError: too few have a step time.
         """
-        return cls(calibrate.calibrated(rows), calibrate.calibrated_memory(rows))
+        found, reasons = usable(rows)
+        models = frozenset(row.model.lower() for row in found if row.step_s)
+        return cls(calibrate.calibrated(found), calibrate.calibrated_memory(found), models, reasons)
 
     def line(self, row: PublishedRow) -> Line:
         """Predict one row; its own outcomes, if there are any, are ignored."""
         row = blank(row)
+        try:
+            refuse_unpredictable(row, self.models)
+        except InputError as error:
+            return Line(row.name, "", "", "", str(error))
         room, step_s = self.memory.forecast(row), self.times.forecast(row).step_s
         return Line(row.name, f"{step_s:.6g}", f"{room.bytes / GIB:.4g}", "ok" if fits(row, room) else "oom")
 
@@ -82,10 +96,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         requested, measured = read(options.file), read(options.calibrate)
-        result = list(map(RowPredictor.of(measured).line, requested))
+        predictor = RowPredictor.of(measured)
+        result = list(map(predictor.line, requested))
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
+    for reason in predictor.left_out:
+        print(f"left out: {reason}", file=sys.stderr)
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(Line._fields)
     writer.writerows(result)

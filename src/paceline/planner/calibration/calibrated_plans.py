@@ -8,6 +8,7 @@ The ten corrections act where costs are computed, so that the whole search is ca
 effects (of its device, framework and source) scale its time and memory, and say how wide its intervals are.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 from paceline.planner.base import Arrangement, OverlapModel, Plan, WorkerMemory
 from paceline.planner.calibration import calibrate
 from paceline.planner.calibration.corrections import Case, corrected, kernels, overlap_of
+from paceline.planner.calibration.refusals import usable
 from paceline.planner.calibration.rows import GIB, PublishedRow, read
 from paceline.planner.cluster import Cluster, Described
 from paceline.planner.shapes.shape_file import DescribedWorkload
@@ -37,16 +39,19 @@ class PlanCalibration:
     source: str
     described: DescribedWorkload
     described_cluster: Cluster
+    left_out: Sequence[str] = ()
+    """Why rows of the file were not used."""
 
     @classmethod
     def read(cls, path: Path, workload: DescribedWorkload, cluster: Cluster) -> "PlanCalibration":
-        """Calibrate with the rows of a file.
+        """Calibrate with those rows of a file that can be used.
 
         Raises:
             InputError: it can't be read, or too few rows have a step time.
         """
-        rows = read(path)
-        return cls(calibrate.calibrated(rows), calibrate.calibrated_memory(rows), path.name, workload, cluster)
+        rows, reasons = usable(read(path))
+        times, memory = calibrate.calibrated(rows), calibrate.calibrated_memory(rows)
+        return cls(times, memory, path.name, workload, cluster, reasons)
 
     @cached_property
     def workload(self) -> DescribedWorkload:
@@ -60,6 +65,8 @@ class PlanCalibration:
         result = corrected(self.described_cluster, self.times.corrections)
         note = f"calibrated by {self.source}"
         provenance = {**result.provenance, "links": note, "context": note, "overlap": note}
+        if self.left_out:
+            provenance["left out"] = "; ".join(self.left_out)
         return replace(result, spread=0.0, provenance=provenance)
 
     @cached_property

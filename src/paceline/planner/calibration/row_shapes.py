@@ -60,12 +60,20 @@ def precision(row: PublishedRow) -> str:
     ['fp16-mixed', 'bf16-mixed', 'fp8-mixed', 'fp4-mixed', 'tf32', 'fp16-mixed']
     """
     text = row.text("precision").lower()
-    for name, value in _PRECISIONS.items():
-        if name in text:
-            return value
-    return "fp16-mixed"
+    return next((value for name, value in _PRECISIONS.items() if name in text), "fp16-mixed")
 
 
+def known_precision(row: PublishedRow) -> bool:
+    """Return whether a row's precision has a name here.
+
+    >>> [known_precision(PublishedRow({"precision": text})) for text in ("amp_bf16", "mixed", "FP8-MX", "int4")]
+    [True, True, True, False]
+    """
+    return any(name in row.text("precision").lower() for name in (*_PRECISIONS, *_HALF))
+
+
+# Other words for half precision: BFLOAT16 and FLOAT16, automatic mixed precision (amp).
+_HALF = ("mixed", "amp", "float16", "half")
 _PRECISIONS = {"fp8": "fp8-mixed", "float8": "fp8-mixed", "fp4": "fp4-mixed", "bf16": "bf16-mixed",
                "fp16": "fp16-mixed", "tf32": "tf32", "fp32": "fp32"}  # fmt: skip
 
@@ -107,9 +115,14 @@ def keeps_whole(row: PublishedRow) -> bool:
 
 def sheet(row: PublishedRow) -> Sheet:
     """Return the data sheet of its device, or else an A100's."""
+    return sheet_of(row) or SHEETS["A100-80GB"]
+
+
+def sheet_of(row: PublishedRow) -> Sheet | None:
+    """Return the data sheet of its device, of several that with the nearest memory; None: it has none."""
     candidates = [each for name, each in SHEETS.items() if name.upper().startswith(row.family)] if row.family else []
     memory = (row.number("gpu_mem_gb") or 0) * GIB
-    return min(candidates, key=lambda each: abs(each.memory_bytes - memory), default=SHEETS["A100-80GB"])
+    return min(candidates, key=lambda each: abs(each.memory_bytes - memory), default=None)
 
 
 def plain_flops_per_s(row: PublishedRow) -> float:

@@ -184,6 +184,11 @@ def flops(row: PublishedRow, flops_of: Mapping[str, float]) -> float:
     return 6 * active(row) * words
 
 
+def of_images(row: PublishedRow) -> bool:
+    """Return whether a row's samples are images, whose operations are known without words."""
+    return any(name in row.model.lower() for name in FORWARD)
+
+
 def active(row: PublishedRow) -> float:
     """Return the parameters that a word passes through.
 
