@@ -11,8 +11,9 @@ import pytest
 from paceline.core.errors import InputError
 from paceline.plan.predict import blank
 from paceline.planner.calibration.calibrate import EXTRAPOLATED, SCALES, calibrated, calibrated_memory, traits
-from paceline.planner.calibration.corrections import Corrections
-from paceline.planner.calibration.mixed_effects import Effects, Scales, Traits, noise
+from paceline.planner.calibration.corrections import Case, Corrections, predicted
+from paceline.planner.calibration.device_rates import fitted_rates
+from paceline.planner.calibration.mixed_effects import Effects, Scales, Traits, fitted, noise, sloped
 from paceline.planner.calibration.rows import GIB, PublishedRow, read
 from tests.planner.published_rows import grid, row, timed
 
@@ -190,6 +191,31 @@ def test_a_row_far_off_its_like_gets_more_noise_and_others_do_not() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_rows_that_do_not_pull_leave_the_corrections_and_inform_of_effects() -> None:
+    """Ten rows by the correction of 0.5, ten of another source that are off by 1 beside it."""
+    slopes = np.array([[1.0]] * 20)
+    measured = np.array([0.5] * 10 + [1.5] * 10)
+    found = {}
+    for pulls in (True, False):
+        rows = [of_source("a")] * 10 + [of_source("b")._replace(pulls=pulls)] * 10
+        x, effects = fitted(lambda x: slopes @ x, measured, rows, TWO, np.zeros(1), 5)
+        found[pulls] = float(x[0])
+        known, _ = effects.of(sloped(of_source("b"), slopes[0], TWO))
+        assert x[0] + known == pytest.approx(1.5, abs=0.02)
+    assert found[False] < found[True]
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.3, 1.0])
+def test_the_rate_of_cpus_is_found_however_far_it_is(rate: float) -> None:
+    rows = grid("cpu", hw="A64FX", precision="fp32", peak_tflops=6.144, gpu_mem_gb=32, dev_per_node=1)[:20]
+    cases = [Case.of(each) for each in rows]
+    made = [predicted(case.at_rate(rate), Corrections()).step_s for case in cases if case]
+    told = [PublishedRow({**r.cells, "step_time_s": repr(s)}) for r, s in zip(rows, made, strict=True)]
+    assert fitted_rates(zip(told, cases, strict=True)) == {"A64FX": pytest.approx(rate, rel=0.03)}
+    assert calibrated(told).rates["A64FX"] == pytest.approx(rate, rel=0.03)
+    assert calibrated(timed(grid(), Corrections())).rates == {}
 
 
 def test_memory_of_rows_that_were_told_teaches_others() -> None:

@@ -203,3 +203,13 @@ def test_no_curves_and_lonely_ones_are_refused() -> None:
         Measured({})
     with pytest.raises(InputError, match="alone"):
         Measured({GroupCollective("all_reduce", DeviceGroup(1, 1)): PAIR})
+
+
+def test_hosts_of_a_torus_beyond_a_unit_share_links() -> None:
+    links = Links(1e11, 1e10, 0.0, 0.0)
+    plain, torus = Described(links), Described(links, unit_hosts=12)
+    for hosts, factor in ((4, 1.0), (12, 1.0), (96, 2.0), (12 * 27, 3.0)):
+        group = DeviceGroup(hosts, 1)
+        taken_s = [each.seconds("all_reduce", 1e9, group) for each in (plain, torus)]
+        assert taken_s[1] == pytest.approx(factor * taken_s[0])
+    assert torus.seconds("all_reduce", 1e9, DeviceGroup(8, 8)) == plain.seconds("all_reduce", 1e9, DeviceGroup(8, 8))

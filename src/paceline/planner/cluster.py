@@ -60,17 +60,22 @@ class Described(Messages):
     Args:
         links: of each device.
         efficiency: share of the bandwidths that a collective gets.
+        unit_hosts: hosts that a torus connects without contention; 0: switches connect all alike. Among h hosts of a
+            torus in three dimensions, each has (unit / h)^⅓ of the bandwidth when all send at once: h^⅔ links cross the
+            middle of a cube of h hosts.
     """
 
     links: Links
     efficiency: float = 1.0
+    unit_hosts: int = 0
 
     def seconds(self, collective: Collective, size_bytes: float, group: DeviceGroup) -> Seconds:
         if group.size <= 1:
             return 0.0
         links = self.links
         inside = links.latency_s, links.inside_bytes_per_s * self.efficiency
-        between = links.between_latency_s, links.between_bytes_per_s * self.efficiency
+        contention = (self.unit_hosts / max(group.hosts, self.unit_hosts)) ** (1 / 3) if self.unit_hosts else 1.0
+        between = links.between_latency_s, links.between_bytes_per_s * self.efficiency * contention
         if collective in ("send", "broadcast"):
             latency_s, bandwidth = inside if group.hosts == 1 else between
             return latency_s + size_bytes / bandwidth

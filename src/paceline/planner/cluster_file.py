@@ -133,7 +133,7 @@ def from_toml(text: str, name: str = "", precision: str = "bf16-mixed") -> Clust
     if not links:
         return cluster
     assert isinstance(cluster.messages, Described), "a cluster in words is described"
-    messages = Described(replace(cluster.messages.links, **links), EFFICIENCY)
+    messages = replace(cluster.messages, links=replace(cluster.messages.links, **links))
     return replace(cluster, messages=messages, provenance={**cluster.provenance, "links": _FROM_FILE})
 
 
@@ -143,13 +143,21 @@ def _named(hosts: int, per_host: int, name: str, precision: str, title: str) -> 
     source = {"links": f"usual with it ({sheet.source}), of which {EFFICIENCY:.0%} is assumed to be available"}
     latencies_s = devices.ROUND_S, 2 * devices.ROUND_S
     links = Links(sheet.inside_bytes_per_s, sheet.between_bytes_per_s, *latencies_s)
-    return _described(hosts, per_host or sheet.devices_per_host, device, links, title, source)
+    return _described(hosts, per_host or sheet.devices_per_host, device, links, title, source, sheet.unit_hosts)
 
 
 def _described(
-    hosts: int, per_host: int, device: Device, links: Links, title: str, source: Mapping[str, str]
+    hosts: int,
+    per_host: int,
+    device: Device,
+    links: Links,
+    title: str,
+    source: Mapping[str, str],
+    unit_hosts: int = 0,
 ) -> Cluster:
     refuse_not_positive("", {"hosts": hosts, "devices_per_host": per_host})
     why = f"± {DATA_SHEET_SPREAD:.0%} is assumed, as nothing was measured there: data sheets say what is possible"
     provenance = {**device.provenance, **source, "spread": why}
-    return Cluster(hosts, per_host, device, Described(links, EFFICIENCY), title, provenance, DATA_SHEET_SPREAD)
+    return Cluster(
+        hosts, per_host, device, Described(links, EFFICIENCY, unit_hosts), title, provenance, DATA_SHEET_SPREAD
+    )

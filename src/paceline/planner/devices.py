@@ -29,6 +29,8 @@ class Sheet:
     devices_per_host: int
     source: str
     multiprocessors: int = 1
+    unit_hosts: int = 0
+    """Hosts that are connected without contention, where a torus connects all; 0: switches do."""
 
 
 def _ampere(memory: float, bandwidth: float, inside: float, between: float, source: str) -> Sheet:
@@ -66,7 +68,8 @@ _P100 = Sheet(
 _T4 = Sheet({"fp32": 8.1 * T, "fp16": 65 * T}, 16 * GIB, 320 * GB, 12 * GB, 1.25 * GB, 4, "NVIDIA T4 data sheet", 40)
 _A64FX = Sheet(
     {"fp32": 6.144 * T, "fp16": 12.288 * T}, 32 * GIB, 1024 * GB, 40.8 * GB, 6.8 * GB, 1,
-    "Fujitsu A64FX: 48 cores at 2.0 GHz, 64 operations a cycle in fp32; TofuD 6 links of 6.8 GB/s", 48,
+    "Fujitsu A64FX: 48 cores at 2.0 GHz, 64 operations a cycle in fp32; TofuD 6 links of 6.8 GB/s, units of 12 hosts",
+    48, 12,
 )  # fmt: skip
 _CPU = Sheet(
     {"fp32": 0.05 * T}, 4 * GIB, 10 * GB, 5 * GB, 1.25 * GB, 8,

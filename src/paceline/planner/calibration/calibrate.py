@@ -20,7 +20,7 @@ Memory has two corrections of its own: what activations and buffers take compare
 runtime holds in addition (libraries, a device's context, buffers of collectives, what the allocator can't use).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import exp, inf, log, log2
 
@@ -30,7 +30,9 @@ from paceline.core.errors import InputError
 from paceline.core.types import Seconds
 from paceline.planner.calibration import mixed_effects, row_shapes, rows
 from paceline.planner.calibration.corrections import SPREADS, Case, Corrections, predicted
+from paceline.planner.calibration.device_rates import fitted_rates
 from paceline.planner.calibration.mixed_effects import Array, Effects, Intervals, Scales, Traits
+from paceline.planner.calibration.mixtures import mixture
 from paceline.planner.calibration.rows import GIB, PublishedRow
 
 # What rows may have in common.
@@ -39,7 +41,8 @@ KEYS = ("any", "family", "framework", "source", "framework, family and precision
 
 # For each slope: its weight in the share of a step in which a device computes and does not wait.
 DEVICE_SLOPES = tuple(
-    -(each.name in ("products", "bytes")) / spread for each, spread in zip(fields(Corrections), SPREADS, strict=True)
+    -(each.name in ("products", "bytes")) / spread
+    for each, spread in zip(fields(Corrections)[: len(SPREADS)], SPREADS, strict=True)
 )
 
 # Standard deviations of logarithms of times: devices and frameworks differ most, models of one source least.
@@ -84,7 +87,8 @@ def traits(row: PublishedRow, noise: float) -> Traits:
     words = arrangement.micro_batch * row.whole("seq", 1) / arrangement.context
     sizes = [words, rows.hidden(row), arrangement.shards, arrangement.stages]
     sizes += [arrangement.replicas, arrangement.micro_batches]
-    return Traits(keys, row.source, tuple(np.log2(sizes) / REACHES), noise, row.group)
+    place = tuple(np.log2(sizes) / REACHES)
+    return Traits(keys, row.source, place, noise, row.group, pulls=mixture(row) is None)
 
 
 # ----------------------------------------------------------------------------------------------------------------- time
@@ -125,6 +129,8 @@ class Calibration:
         intervals: widths of the intervals.
         largest: devices of the largest row of each family.
         most_active: parameters that a word goes through, of the largest model.
+        rates: of products, by device family, of CPUs alone: those of GPUs are near enough to what is expected for
+            effects to be linear (device_rates.py).
     """
 
     corrections: Corrections
@@ -134,10 +140,15 @@ class Calibration:
     intervals: Intervals
     largest: dict[str, float]
     most_active: float
+    rates: Mapping[str, float]
+
+    def case(self, row: PublishedRow) -> Case | None:
+        """Return the case of a row at the rate of its device's family; None if it has no shape."""
+        return at_rate(Case.of(row), row, self.rates)
 
     def forecast(self, row: PublishedRow) -> CalibratedPrediction:
         """Predict the step time of a row; its own outcome, if there is one, is ignored."""
-        case, own = Case.of(row), traits(row, expected_noise(row, self.flops_of))
+        case, own = self.case(row), traits(row, expected_noise(row, self.flops_of))
         logs, slopes = mixed_effects.linearised(
             lambda x: logarithms([row], [case], x, self.flops_of), np.array(self.deviations)
         )
@@ -159,6 +170,11 @@ class Calibration:
         return max(1.0, log2(max(ratio, size_ratio, 1.0)) / log2(EXTRAPOLATED))
 
 
+def at_rate(case: Case | None, row: PublishedRow, rates: Mapping[str, float]) -> Case | None:
+    """Return a row's case at the rate of its device's family; as expected where no row has it."""
+    return case and case.at_rate(rates.get(row.family, 1.0))
+
+
 def calibrated(
     published: Sequence[PublishedRow], start: Sequence[float] | None = None, *, steps: int = 5
 ) -> Calibration:
@@ -176,6 +192,9 @@ def calibrated(
     if len(used) < FEWEST:
         raise InputError(f"{len(used)} rows have step_time_s; write a calibration file with at least {FEWEST}.")
     flops_of, cases = rows.rates(used), [Case.of(row) for row in used]
+    hosts = [(row, case) for row, case in zip(used, cases, strict=True) if row.family in row_shapes.HOSTS]
+    rates = fitted_rates(hosts)
+    cases = [at_rate(case, row, rates) for case, row in zip(cases, used, strict=True)]
     measured = np.log([row.step_s or 1.0 for row in used])
     common = [traits(row, expected_noise(row, flops_of)) for row in used]
     first = np.zeros(len(SPREADS)) if start is None else np.array(start)
@@ -188,7 +207,7 @@ def calibrated(
     most_active = max((rows.active(row) for row in used if rows.sized(row)), default=inf)
     corrections = Corrections.of(list(deviations))
     intervals = Intervals.of(effects)
-    return Calibration(corrections, tuple(deviations), effects, flops_of, intervals, largest, most_active)
+    return Calibration(corrections, tuple(deviations), effects, flops_of, intervals, largest, most_active, rates)
 
 
 def logarithms(
@@ -202,6 +221,8 @@ def logarithms(
 def expected_noise(row: PublishedRow, flops_of: dict[str, float]) -> float:
     """Return the noise n of a row: more if its source contradicts itself, or its operations are guessed."""
     noise = DOUBTFUL if row.doubtful else SCALES.noise
+    if mixture(row):
+        return max(noise, 0.1)
     if row_shapes.shape(row) or row.model.lower() in flops_of:
         return noise
     return max(noise, GUESSED if rows.sized(row) else UNSIZED)
@@ -278,7 +299,7 @@ def computed_bytes(row: PublishedRow, case: Case | None, deviations: Array) -> f
         each = states.total if at.divided == 0 else states.parameter + states.gradient
         return context + rows.whole(row) / among * each
     peak = predicted(case, Corrections()).peak
-    counted = peak.total - peak.activations - peak.buffers
+    counted = peak.total - peak.activations - peak.buffers + case.experts_optimizer_bytes
     return counted + activations * (peak.activations + peak.buffers) + context
 
 

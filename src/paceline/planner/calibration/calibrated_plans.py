@@ -54,9 +54,17 @@ class PlanCalibration:
         return cls(times, memory, path.name, workload, cluster, reasons)
 
     @cached_property
+    def _case(self) -> Case:
+        """The case of one worker, at the rate of its device's family."""
+        case = self.times.case(self.row(Arrangement(micro_batch=1)))
+        assert case is not None, "it has a shape"
+        return case
+
+    @cached_property
     def workload(self) -> DescribedWorkload:
         """The shape with corrected kernels."""
-        efficiency = kernels(self.described.kernels, self.times.corrections)
+        case = self._case
+        efficiency = kernels(replace(self.described.kernels, products=case.kernels.products), self.times.corrections)
         return replace(self.described, kernels=efficiency, spread=0.0)
 
     @cached_property
@@ -72,10 +80,8 @@ class PlanCalibration:
     @cached_property
     def overlap_model(self) -> OverlapModel:
         """Overlap and overheads of a framework like Paceline, with the corrections of times and of memory."""
-        row = self.row(Arrangement(micro_batch=1))
-        case = Case.of(row)
-        assert case is not None, "it has a shape"
-        context, activations = calibrate.memory_corrections(row, self.memory.deviations)
+        case = self._case
+        context, activations = calibrate.memory_corrections(case.row, self.memory.deviations)
         return replace(overlap_of(case, self.times.corrections), context_bytes=context, fragmentation=activations)
 
     def row(self, a: Arrangement) -> PublishedRow:
@@ -104,7 +110,7 @@ class PlanCalibration:
     def plan(self, plan: Plan) -> Plan:
         """Return a plan that was computed with the corrections, with the effects and the intervals of its row."""
         row = self.row(plan.arrangement)
-        case, time, room = Case.of(row), self.times.forecast(row), self.memory.forecast(row)
+        case, time, room = self.times.case(row), self.times.forecast(row), self.memory.forecast(row)
         # The row's effects alone: the corrections are in the plan already.
         slower = time.step_s / calibrate.computed(row, case, self.times.corrections, self.times.flops_of)
         larger = room.bytes / calibrate.computed_bytes(row, case, self.memory.deviations)

@@ -14,8 +14,9 @@ from math import exp
 from typing import Any
 
 from paceline.clock.cluster_file import Links
-from paceline.planner.base import Arrangement, Cost, Numerics, OverlapModel, Recomputed
+from paceline.planner.base import Arrangement, Cost, Numerics, OverlapModel, Recomputed, Workload
 from paceline.planner.calibration import row_shapes
+from paceline.planner.calibration.mixtures import Experts, MixtureWorkload, mixture
 from paceline.planner.calibration.rows import PublishedRow
 from paceline.planner.cluster import Cluster, Described
 from paceline.planner.cost import cost
@@ -36,6 +37,8 @@ class Case:
     numerics: Numerics
     kernels: DeviceEfficiency
     """As expected of its device."""
+    experts: Experts | None = None
+    """Of each block, in addition to its shape."""
 
     @classmethod
     def of(cls, row: PublishedRow) -> "Case | None":
@@ -43,26 +46,52 @@ class Case:
 
         What the row leaves open is settled in the first way that fits its device, or the last.
         """
-        shape = row_shapes.shape(row)
+        shape, experts = row_shapes.shape(row), None
         if shape is None:
-            return None
+            found = mixture(row)
+            if found is None:
+                return None
+            shape, experts = found
         given = row_shapes.arrangement(row)
         cluster, kernels = row_shapes.cluster(row, given.workers), row_shapes.kernels(row)
         for recompute, samples, level in _choices(row, given):
             many = max(1, round(given.samples / given.replicas / samples))
             tried = replace(given, divided=level, recompute=recompute, micro_batch=samples, micro_batches=many)
-            case = cls(row, shape, tried, cluster, row_shapes.numerics(row, tried), kernels)
+            case = cls(row, shape, tried, cluster, row_shapes.numerics(row, tried), kernels, experts)
             if case.cost(case.workload, cluster, OverlapModel()).peak.total < _FILLED * cluster.device.memory_bytes:
                 break
         return case
 
-    @property
-    def workload(self) -> DescribedWorkload:
-        """The workload, as expected of its device."""
-        device, precision = self.cluster.device, row_shapes.precision(self.row)
-        return DescribedWorkload(self.shape, device, 1, precision, kernels=self.kernels, parameter_bytes=self.numerics)
+    def at_rate(self, rate: float) -> "Case":
+        """Return the same on a device whose products reach so many times what is expected of them."""
+        return replace(self, kernels=replace(self.kernels, products=rate * self.kernels.products))
 
-    def cost(self, workload: DescribedWorkload, cluster: Cluster, overlap: OverlapModel) -> Cost:
+    @property
+    def experts_optimizer_bytes(self) -> float:
+        """Bytes of the experts' optimizer state that a worker has more than if all replicas divided it: only those that
+        have the same experts do, one in so many as there are ways to divide experts."""
+        work, a = self.workload, self.arrangement
+        if not isinstance(work, MixtureWorkload) or not a.divided:
+            return 0.0
+        ways = min(a.experts, a.replicas)
+        own = work.expert_parameters(ways) / a.stages * self.numerics.optimizer
+        return own * (ways - 1) / a.replicas
+
+    @property
+    def workload(self) -> Workload:
+        """The workload, as expected of its device."""
+        return self.corrected_workload(self.kernels, self.cluster)
+
+    def corrected_workload(self, kernels: DeviceEfficiency, cluster: Cluster) -> Workload:
+        """Return the workload with these kernels and, for tokens that are sent to experts, this cluster's links."""
+        device, precision = self.cluster.device, row_shapes.precision(self.row)
+        blocks = DescribedWorkload(self.shape, device, 1, precision, kernels=kernels, parameter_bytes=self.numerics)
+        if self.experts is None:
+            return blocks
+        assert isinstance(cluster.messages, Described), "a row's cluster is described"
+        return MixtureWorkload(blocks, self.experts, cluster.messages.links, cluster.devices_per_host)
+
+    def cost(self, workload: Workload, cluster: Cluster, overlap: OverlapModel) -> Cost:
         """Return the cost of a step: as many blocks on each stage, the embedding on the first, the head on the last."""
         layers, parts = workload.layers(self.arrangement), self.arrangement.stages * self.arrangement.chunks
         cuts = tuple(1 + round(part * self.shape.layers / parts) for part in range(1, parts))
@@ -139,8 +168,9 @@ _FILLED = 0.9
 
 def predicted(case: Case, corrections: Corrections) -> Cost:
     """Return what a step of a case takes and holds, as corrected."""
-    work = replace(case.workload, kernels=kernels(case.kernels, corrections))
-    return case.cost(work, corrected(case.cluster, corrections), overlap_of(case, corrections))
+    cluster = corrected(case.cluster, corrections)
+    workload = case.corrected_workload(kernels(case.kernels, corrections), cluster)
+    return case.cost(workload, cluster, overlap_of(case, corrections))
 
 
 def kernels(expected: DeviceEfficiency, corrections: Corrections) -> DeviceEfficiency:
@@ -157,7 +187,8 @@ def corrected(cluster: Cluster, corrections: Corrections) -> Cluster:
     links = cluster.messages.links
     inside = links.inside_bytes_per_s * EXPECTED_INSIDE * corrections.inside
     between = links.between_bytes_per_s * EXPECTED_BETWEEN * corrections.between
-    return replace(cluster, messages=Described(Links(inside, between, LATENCY_S, BETWEEN_LATENCY_S)))
+    links = Links(inside, between, LATENCY_S, BETWEEN_LATENCY_S)
+    return replace(cluster, messages=Described(links, unit_hosts=cluster.messages.unit_hosts))
 
 
 def overlap_of(case: Case, corrections: Corrections) -> OverlapModel:

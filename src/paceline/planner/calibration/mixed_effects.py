@@ -49,6 +49,8 @@ class Traits(NamedTuple):
     """g: by how much the logarithm of what is computed grows with each correction, in its standard deviations."""
     share: float = 1.0
     """The part of the computed time that depends on the device alone."""
+    pulls: bool = True
+    """Whether the corrections of all are fitted to it; if not, it informs of effects alone."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ def fitted(
     for _ in range(2):
         for _ in range(steps):  # Gauss-Newton with these noises
             root = np.linalg.cholesky(covariance(rows, rows, scales) + np.diag(noises))
-            slopes = np.array([each.slopes for each in rows])
+            slopes = np.array([each.slopes if each.pulls else np.zeros(len(x)) for each in rows])
             equations = np.concatenate([np.linalg.solve(root, slopes), np.eye(len(x))])
             target = np.concatenate([np.linalg.solve(root, errors), -x])  # the prior pulls x towards 0
             step = np.linalg.lstsq(equations, target, rcond=None)[0]

@@ -157,7 +157,9 @@ def cluster(row: PublishedRow, workers: int) -> Cluster:
     devices = row.whole("n_devices", workers)
     inside = (row.number("intra_bw_GBps") or 0) * 1e9 or known.inside_bytes_per_s
     between = (row.number("inter_bw_GBps_per_dev") or 0) * 1e9 or known.between_bytes_per_s
-    return Cluster(-(-devices // per_host), per_host, device(row), Described(Links(inside, between)))
+    return Cluster(
+        -(-devices // per_host), per_host, device(row), Described(Links(inside, between), unit_hosts=known.unit_hosts)
+    )
 
 
 # Layers, hidden and heads of Megatron's table.
