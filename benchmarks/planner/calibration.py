@@ -8,7 +8,6 @@ Writes results/calibration.csv, row by row (what is there is not computed again 
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,13 +19,10 @@ from kit.sheet import Sheet
 from kit.work import guarded
 
 from paceline.plan.predict import blank, fits
-from paceline.planner.base import Cost, OverlapModel
 from paceline.planner.calibration.calibrate import Calibration, MemoryCalibration, calibrated, calibrated_memory
 from paceline.planner.calibration.corrections import Case
+from paceline.planner.calibration.device_rates import data_sheet_s, taught
 from paceline.planner.calibration.rows import GIB, PublishedRow, read
-from paceline.planner.cluster import Described
-from paceline.planner.cluster_file import EFFICIENCY
-from paceline.planner.devices import ROUND_S
 
 HERE = Path(__file__).parent
 DATA = HERE.parents[1].parent / "shared" / "data" / "planner" / "calibration.csv"
@@ -38,8 +34,6 @@ DRAWN: dict[str, tuple[Callable[[PublishedRow], object], float]] = {
 }
 """What is drawn, and which part of it."""
 DRAWS = 5
-STEPS = {"model": 1, "runs drawn": 1}
-"""Of each of two rounds, from the calibration with all rows: those with nearly all of them end near it; others 3."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,10 +54,10 @@ def write(data: Path, out: Path, *, again: bool) -> None:
     whole = calibrated(rows)
     for way, own in parts(rows):
         if again or any(sheet.find(row.name, way) is None for row in own):
-            for line in left_out(rows, own, whole, way):
+            for line in left_out(rows, own, way):
                 sheet.put(line)
     path = out / "calibration.md"
-    path.write_text(page(sheet.rows, rows, whole, alone(rows)), encoding="utf-8")
+    path.write_text(page(sheet.rows, rows, whole, alone(rows), taught(rows)), encoding="utf-8")
     print(path)
 
 
@@ -82,22 +76,13 @@ def parts(rows: Sequence[PublishedRow]) -> Iterator[tuple[str, Sequence[Publishe
 def alone(rows: Sequence[PublishedRow]) -> dict[str, float]:
     """Seconds of each with a shape, as of `paceline plan`: data sheets, usual latencies, nothing overlaps."""
     found = {row.name: Case.of(blank(row)) for row in rows}
-    return {name: of_data_sheets(case).step_s for name, case in found.items() if case}
+    return {name: data_sheet_s(case) for name, case in found.items() if case}
 
 
-def of_data_sheets(case: Case) -> Cost:
-    """Where nothing was learnt."""
-    assert isinstance(case.cluster.messages, Described), "a row's cluster is described"
-    links = replace(case.cluster.messages.links, latency_s=ROUND_S, between_latency_s=2 * ROUND_S)
-    return case.cost(case.workload, replace(case.cluster, messages=Described(links, EFFICIENCY)), OverlapModel())
-
-
-def left_out(
-    rows: Sequence[PublishedRow], own: Sequence[PublishedRow], whole: Calibration, way: str
-) -> Iterator[dict[str, Any]]:
-    """Some of the rows, predicted from all others."""
+def left_out(rows: Sequence[PublishedRow], own: Sequence[PublishedRow], way: str) -> Iterator[dict[str, Any]]:
+    """Some of the rows, predicted from all others alone: a fit that began at that of all rows would know of them."""
     others = [row for row in rows if row not in own]
-    times = calibrated(others, whole.deviations, steps=STEPS.get(way.rstrip("0123456789 "), 3))
+    times = calibrated(others)
     memory = calibrated_memory(others)
     for row in own:
         yield line(row, times, memory, way)

@@ -8,12 +8,16 @@ from statistics import fmean, median
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+from calibration_devices import FAMILIES, NAMED, families, named
 from kit.sheet import Row as Cells
 from kit.words import grid
 
 from paceline.planner.calibration.calibrate import Calibration
 from paceline.planner.calibration.corrections import Corrections
+from paceline.planner.calibration.device_rates import Errors
+from paceline.planner.calibration.mixtures import mixture
 from paceline.planner.calibration.rows import PublishedRow
+from paceline.planner.devices import Taught
 
 HEAD = """\
 # Published runs, predicted from others
@@ -101,7 +105,13 @@ class Pair(NamedTuple):
         return (self.row.number("gbs") or 1.0) / float(self.cells[column])
 
 
-def page(cells: Sequence[Cells], rows: Sequence[PublishedRow], whole: Calibration, alone: Mapping[str, float]) -> str:
+def page(
+    cells: Sequence[Cells],
+    rows: Sequence[PublishedRow],
+    whole: Calibration,
+    alone: Mapping[str, float],
+    taught: Mapping[str, tuple[Taught, Errors]],
+) -> str:
     """The whole text."""
     by_name = {row.name: row for row in rows}
     known = [Pair(by_name[c["row_id"]], c, alone.get(c["row_id"])) for c in cells if c["row_id"] in by_name]
@@ -113,6 +123,12 @@ def page(cells: Sequence[Cells], rows: Sequence[PublishedRow], whole: Calibratio
             HEAD.format(many=len(timed["model"]), sources=sources),
             times(timed),
             AIMS.format(aim=aim(timed["model"]), alone=sheets(timed["model"]), suspect=doubtful(timed["model"])),
+            FAMILIES,
+            families(timed),
+            "",
+            NAMED,
+            named(taught),
+            "",
             SPLITS.format(draws=len({each.cells["left_out"] for each in of["models drawn"]})),
             splits(of),
             "",
@@ -181,7 +197,8 @@ def aim(pairs: Sequence[Pair]) -> str:
 
 def sheets(pairs: Sequence[Pair]) -> str:
     """How far off what nothing was learnt for is."""
-    told = [each for each in pairs if each.alone is not None and not each.row.doubtful and each.row.family != "A64FX"]
+    known = [each for each in pairs if each.alone is not None and mixture(each.row) is None]
+    told = [each for each in known if not each.row.doubtful and each.row.family != "A64FX"]
     ranked = sorted(each.alone or 0.0 for each in told)
     held = exp(ranked[ceil(0.9 * len(ranked)) - 1])
     return (

@@ -1,9 +1,15 @@
 """Devices by name."""
 
+from dataclasses import replace
+
 import pytest
 
 from paceline.core.errors import InputError
-from paceline.planner.devices import SHEETS, device, sheet
+from paceline.planner.cluster import Device
+from paceline.planner.devices import SHEETS, TAUGHT, device, sheet, taught
+from paceline.planner.shapes.gemm_time import DeviceEfficiency
+from paceline.planner.shapes.shape import Shape
+from paceline.planner.shapes.shape_file import DATA_SHEET_SPREAD, ShapeJob
 
 
 @pytest.mark.parametrize("name", SHEETS)
@@ -39,6 +45,29 @@ def test_data_sheets(name: str, precision: str, flops_per_s: float, memory_gib: 
     assert found.memory_bytes == memory_gib * 2**30
     assert found.memory_bytes_per_s == bytes_per_s
     assert found.provenance["flops_per_s"] == SHEETS[name].source
+
+
+@pytest.mark.parametrize("name", SHEETS)
+def test_what_rows_taught_comes_with_their_number(name: str) -> None:
+    architecture = SHEETS[name].architecture
+    said = device(name, "fp32").provenance.get("products", "")
+    assert (architecture in TAUGHT) == bool(said)
+    if said:
+        found = TAUGHT[architecture]
+        assert taught(name) == found
+        assert f"by {found.rows} published rows of {found.sources} source" in said
+
+
+def test_products_of_a_named_device_are_as_fast_as_rows_taught() -> None:
+    job = ShapeJob(Shape(2, 1024, 8), 8)
+    for name, rate in (("H100-80GB", TAUGHT["Hopper"].rate), ("A100-80GB", 1.0)):
+        found = job.workload(device(name))
+        assert found.kernels.products == pytest.approx(rate * DeviceEfficiency().products)
+    own = Device("mine", 1e14, 80e9, 2e12)
+    assert job.workload(own).kernels == DeviceEfficiency()
+    assert job.workload(own).spread == DATA_SHEET_SPREAD
+    whole = replace(job, precision="fp32").workload(device("A64FX-32GB", "fp32"))
+    assert whole.spread == TAUGHT["A64FX"].spread > DATA_SHEET_SPREAD
 
 
 def test_a_family_alone_is_its_first() -> None:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from paceline.core.errors import InputError, unknown
 from paceline.planner.cluster import Device
+from paceline.planner.shapes.gemm_time import DeviceEfficiency
 
 GB, GIB = 1e9, 2.0**30
 T = 1e12
@@ -31,33 +32,74 @@ class Sheet:
     multiprocessors: int = 1
     unit_hosts: int = 0
     """Hosts that are connected without contention, where a torus connects all; 0: switches do."""
+    architecture: str = ""
+    """Of which published rows taught :data:`TAUGHT`; empty: of none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """What published rows say of an architecture.
+
+    Args:
+        rate: of matrix products, as a factor of what is expected of them (gemm_time.py); 1 where rows that are left out
+            are predicted no better by another.
+        rows: their number.
+        sources: their number.
+        spread: nine of ten rows, each predicted by the rate of other models, are within this relative error.
+    """
+
+    rate: float
+    rows: int
+    sources: int
+    spread: float
+
+    def text(self) -> str:
+        """Return the provenance of the rate.
+
+        >>> Taught(0.5, 3, 2, 0.2).text()
+        'products at 0.40 of the peak: 0.5 of what is expected, by 3 published rows of 2 sources'
+        """
+        reached = self.rate * DeviceEfficiency().products
+        rows = f"{self.rows} published rows of {self.sources} source{'s' * (self.sources > 1)}"
+        return f"products at {reached:.2f} of the peak: {self.rate:.2g} of what is expected, by {rows}"
+
+
+# By architecture: calibration/device_rates.py finds them in published rows (benchmarks/planner/calibration.md).
+TAUGHT: Mapping[str, Taught] = {
+    "Ampere": Taught(1.0, 27, 2, 0.15),
+    "Hopper": Taught(0.67, 14, 4, 0.28),
+    "Blackwell": Taught(0.95, 4, 1, 0.25),
+    "Volta": Taught(0.55, 16, 2, 0.79),
+    "A64FX": Taught(0.22, 6, 1, 1.03),
+}
 
 
 def _ampere(memory: float, bandwidth: float, inside: float, between: float, source: str) -> Sheet:
     flops = {"fp32": 19.5 * T, "tf32": 156 * T, "fp16": 312 * T, "bf16": 312 * T}
-    return Sheet(flops, memory * GIB, bandwidth * GB, inside * GB, between * GB, 8, source, 108)
+    return Sheet(flops, memory * GIB, bandwidth * GB, inside * GB, between * GB, 8, source, 108, architecture="Ampere")
 
 
 def _hopper(memory: float, bandwidth: float) -> Sheet:
     flops = {"fp32": 67 * T, "tf32": 494.7 * T, "fp16": 989.5 * T, "bf16": 989.5 * T, "fp8": 1979 * T}
     source = "NVIDIA H100 and H200 data sheets, SXM5, dense"
-    return Sheet(flops, memory * GIB, bandwidth * GB, 450 * GB, 50 * GB, 8, source, 132)
+    return Sheet(flops, memory * GIB, bandwidth * GB, 450 * GB, 50 * GB, 8, source, 132, architecture="Hopper")
 
 
 def _blackwell(bf16: float, fp4: float, memory: float, bandwidth: float, per_host: int, source: str) -> Sheet:
     flops = {"fp32": 80 * T, "tf32": bf16 / 2 * T, "fp16": bf16 * T, "bf16": bf16 * T, "fp8": 2 * bf16 * T}
     flops["fp4"] = fp4 * T
-    return Sheet(flops, memory * GIB, bandwidth * GB, 900 * GB, 50 * GB, per_host, source, 148)
+    return Sheet(flops, memory * GIB, bandwidth * GB, 900 * GB, 50 * GB, per_host, source, 148, 0, "Blackwell")
 
 
 def _volta(memory: float) -> Sheet:
     flops = {"fp32": 15.7 * T, "fp16": 125 * T}
-    return Sheet(flops, memory * GIB, 900 * GB, 150 * GB, 12.5 * GB, 8, "NVIDIA V100 data sheet, SXM2", 80)
+    source = "NVIDIA V100 data sheet, SXM2"
+    return Sheet(flops, memory * GIB, 900 * GB, 150 * GB, 12.5 * GB, 8, source, 80, architecture="Volta")
 
 
 _H100_PCIE = Sheet(
     {"fp32": 51 * T, "tf32": 378 * T, "fp16": 756 * T, "bf16": 756 * T, "fp8": 1513 * T},
-    80 * GIB, 2000 * GB, 64 * GB, 25 * GB, 8, "NVIDIA H100 data sheet, PCIe, dense", 114,
+    80 * GIB, 2000 * GB, 64 * GB, 25 * GB, 8, "NVIDIA H100 data sheet, PCIe, dense", 114, 0, "Hopper",
 )  # fmt: skip
 _P40 = Sheet(
     {"fp32": 11.76 * T}, 24 * GIB, 346 * GB, 12 * GB, 1.25 * GB, 8, "NVIDIA Tesla P40 data sheet, PCIe 3.0", 30
@@ -69,7 +111,7 @@ _T4 = Sheet({"fp32": 8.1 * T, "fp16": 65 * T}, 16 * GIB, 320 * GB, 12 * GB, 1.25
 _A64FX = Sheet(
     {"fp32": 6.144 * T, "fp16": 12.288 * T}, 32 * GIB, 1024 * GB, 40.8 * GB, 6.8 * GB, 1,
     "Fujitsu A64FX: 48 cores at 2.0 GHz, 64 operations a cycle in fp32; TofuD 6 links of 6.8 GB/s, units of 12 hosts",
-    48, 12,
+    48, 12, "A64FX",
 )  # fmt: skip
 _CPU = Sheet(
     {"fp32": 0.05 * T}, 4 * GIB, 10 * GB, 5 * GB, 1.25 * GB, 8,
@@ -118,6 +160,18 @@ def sheet(name: str) -> Sheet:
     raise unknown("device", name, SHEETS)
 
 
+def taught(name: str) -> Taught | None:
+    """Return what published rows say of a device; None where it has no name here, or there are none.
+
+    >>> taught("H200-141GB") == TAUGHT["Hopper"], taught("device")
+    (True, None)
+    """
+    try:
+        return TAUGHT.get(sheet(name).architecture)
+    except InputError:
+        return None
+
+
 def device(name: str, precision: str = "bf16-mixed") -> Device:
     """Return a device by name, at the training precision: ``fp32``, or the format of matrix products ``-mixed``.
 
@@ -134,7 +188,9 @@ def device(name: str, precision: str = "bf16-mixed") -> Device:
         mixed = best if best in ("fp32", "tf32") else f"{best}-mixed"
         raise InputError(f'precision = "{precision}": {name} has no such arithmetic; write precision = "{mixed}".')
     provenance = dict.fromkeys(("flops_per_s", "memory_bytes", "memory_bytes_per_s"), data.source)
-    kind: Literal["cpu", "cuda"] = "cpu" if name.startswith(("CPU", "A64FX")) else "cuda"
+    kind: Literal["cpu", "cuda"] = "cpu" if name.upper().startswith(("CPU", "A64FX")) else "cuda"
+    if data.architecture in TAUGHT:
+        provenance["products"] = TAUGHT[data.architecture].text()
     return Device(name, flops, data.memory_bytes, data.memory_bytes_per_s, provenance, data.multiprocessors, kind)
 
 

@@ -176,7 +176,7 @@ def at_rate(case: Case | None, row: PublishedRow, rates: Mapping[str, float]) ->
 
 
 def calibrated(
-    published: Sequence[PublishedRow], start: Sequence[float] | None = None, *, steps: int = 5
+    published: Sequence[PublishedRow], start: Sequence[float] | None = None, *, steps: int = 8
 ) -> Calibration:
     """Calibrate on the rows that have a step time; others are left out.
 
@@ -313,7 +313,7 @@ def measured_bytes(row: PublishedRow) -> float | None:
     return bound if computed_bytes(row, Case.of(row), np.zeros(len(MEMORY_SPREADS))) > bound else None
 
 
-def calibrated_memory(published: Sequence[PublishedRow], *, steps: int = 5) -> MemoryCalibration:
+def calibrated_memory(published: Sequence[PublishedRow], *, steps: int = 8) -> MemoryCalibration:
     """Calibrate on the rows that have memory; without any, return what is expected."""
     held = {row.name: measured_bytes(row) for row in published}
     used = [row for row in published if held[row.name]]

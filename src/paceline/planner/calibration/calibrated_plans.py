@@ -75,7 +75,8 @@ class PlanCalibration:
         provenance = {**result.provenance, "links": note, "context": note, "overlap": note}
         if self.left_out:
             provenance["left out"] = "; ".join(self.left_out)
-        return replace(result, spread=0.0, provenance=provenance)
+        device = replace(result.device, provenance={**result.device.provenance, "products": note})
+        return replace(result, device=device, spread=0.0, provenance=provenance)
 
     @cached_property
     def overlap_model(self) -> OverlapModel:

@@ -179,12 +179,14 @@ def fitted(
 
     errors, rows = at(x)
     for _ in range(2):
-        for _ in range(steps):  # Gauss-Newton with these noises
+        for at_step in range(steps):  # Gauss-Newton with these noises
             root = np.linalg.cholesky(covariance(rows, rows, scales) + np.diag(noises))
             slopes = np.array([each.slopes if each.pulls else np.zeros(len(x)) for each in rows])
             equations = np.concatenate([np.linalg.solve(root, slopes), np.eye(len(x))])
             target = np.concatenate([np.linalg.solve(root, errors), -x])  # the prior pulls x towards 0
             step = np.linalg.lstsq(equations, target, rcond=None)[0]
+            # Later steps by half: slopes, and with them K, differ at both ends of a step, between which x would swing.
+            step = step if at_step < WHOLE_STEPS else step / 2
             x = x + step * min(1.0, FARTHEST / max(FARTHEST, float(np.abs(step).max())))
             errors, rows = at(x)
             if np.abs(step).max() < DIFFERENCE:
@@ -208,6 +210,8 @@ def linearised(computed: Callable[[Array], Array], x: Array) -> tuple[Array, Arr
 
 # Standard deviations in one step: beyond, the linearisation is poor.
 FARTHEST = 1.0
+# Steps of a round that are taken whole.
+WHOLE_STEPS = 2
 # Of a standard deviation, for slopes: products of few words are of whole ones, so a smaller one would see steps.
 DIFFERENCE = 0.05
 

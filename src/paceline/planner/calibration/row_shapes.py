@@ -44,6 +44,19 @@ def kernels(row: PublishedRow) -> DeviceEfficiency:
 TITAN = "torchtitan"
 
 
+def plain_modules(row: PublishedRow) -> bool:
+    """Return whether a framework runs a module as it is written, as Paceline does, without layers of its own.
+
+    >>> [plain_modules(PublishedRow({"framework": name})) for name in ("torchtitan (FSDP2)", "NeMo/Megatron-Core")]
+    [True, False]
+    """
+    return not any(name in row.text("framework") for name in _OWN_KERNELS)
+
+
+# Frameworks with layers of their own, of fused kernels.
+_OWN_KERNELS = ("Megatron", "NeMo")
+
+
 def adds_in_products(row: PublishedRow) -> bool:
     """Return whether a matrix product adds the gradient that it makes to those before: Megatron's own, not DeepSpeed's.
 
