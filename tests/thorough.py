@@ -21,6 +21,7 @@ PARITY = "the same parity over many meshes and models; `make test` keeps the fir
 STATISTICS = "10^5 updates, to hold means against closed forms"
 KILLS = "kills, hangs and failures at many moments; `make test` keeps the first of each kind"
 BENCHMARK = "a benchmark in small, in processes of its own"
+PUBLISHED = "predicts published rows at 83 rates"
 PLANNER = "profiles programs on idle cores, or tries planning problems in full"
 COMMANDS = "whole commands in processes of their own; `make test` keeps the first"
 
@@ -162,6 +163,10 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/planner/test_probe.py", PLANNER),
     Thorough("tests/planner/test_verify.py", PLANNER),
     Thorough("tests/planner/test_calibrate.py", "calibrates 303 published rows, each source and model left out"),
+    Thorough("tests/planner/test_device_rates.py::test_rates_of_named_devices_are_those_of_published_rows", PUBLISHED),
+    Thorough(
+        "tests/planner/test_device_rates.py::test_hopper_is_predicted_within_the_aim_by_rates_of_others", PUBLISHED
+    ),
     Thorough("tests/planner/test_search.py", PLANNER, but_first=True),
     Thorough("tests/replica/tensor/test_recurrent.py", PARITY, but_first=True),
     Thorough("tests/replica/tensor/test_vision_models.py", PARITY),

@@ -3,14 +3,21 @@
 from dataclasses import replace
 from math import exp, log
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 import numpy as np
 import pytest
 
 from paceline.core.errors import InputError
 from paceline.plan.predict import blank
-from paceline.planner.calibration.calibrate import EXTRAPOLATED, SCALES, calibrated, calibrated_memory, traits
+from paceline.planner.calibration.calibrate import (
+    EXTRAPOLATED,
+    SCALES,
+    Calibration,
+    calibrated,
+    calibrated_memory,
+    traits,
+)
 from paceline.planner.calibration.corrections import Case, Corrections, predicted
 from paceline.planner.calibration.device_rates import fitted_rates
 from paceline.planner.calibration.mixed_effects import Effects, Scales, Traits, fitted, noise, sloped
@@ -244,6 +251,13 @@ def published(planner_data: Path) -> list[PublishedRow]:
     return read(planner_data / "calibration.csv")
 
 
+@pytest.fixture(scope="module")
+def whole(published: list[PublishedRow]) -> tuple[list[PublishedRow], Calibration]:
+    """The rows that have a step time, and their calibration."""
+    rows = [each for each in published if each.step_s]
+    return rows, calibrated(rows)
+
+
 AIM_TIME, AIM_MEMORY = 0.09, 0.10
 LEFT_OUT = (("vtrain1", "gpt-l24-h2048"), ("vtrainN", "gpt-l40-h6144"), ("vtrainN", "gpt-l96-h12288"))
 """Of the twelve groups of these sources; all of them are in benchmarks/planner."""
@@ -258,6 +272,29 @@ def test_models_left_out_are_predicted_within_the_aim(published: list[PublishedR
         errors += [abs(found.forecast(blank(each)).step_s / (each.step_s or 0) - 1) for each in own]
     assert len(errors) == 30
     assert fmean(errors) <= AIM_TIME
+
+
+AIM_FAMILY = 0.15
+
+
+def test_models_on_cpus_are_within_the_aim_by_other_models_alone(published: list[PublishedRow]) -> None:
+    """Each is fitted from nothing, so that the rate of CPUs does not know of the model that is left out."""
+    own, errors = [each for each in published if each.family == "A64FX"], []
+    for group in {each.group for each in own if each.step_s}:
+        found = calibrated([each for each in published if each.group != group], steps=3)
+        left = [each for each in own if each.group == group and each.step_s]
+        errors += [abs(found.forecast(blank(each)).step_s / (each.step_s or 0) - 1) for each in left]
+    assert len(errors) == 6
+    assert median(errors) <= AIM_FAMILY
+
+
+@pytest.mark.parametrize("family", ["A100", "H100", "B200", "B300", "GB300"])
+def test_models_on_gpus_are_within_the_aim(whole: tuple[list[PublishedRow], Calibration], family: str) -> None:
+    """With the corrections of all rows, which one model hardly moves, and effects without it."""
+    rows, found = whole
+    errors, _ = found.effects.left_out([each.group for each in rows])
+    own = [abs(exp(-off) - 1) for off, each in zip(errors, rows, strict=True) if each.family == family]
+    assert median(own) <= AIM_FAMILY
 
 
 def test_memory_of_models_left_out_is_predicted_within_the_aim(published: list[PublishedRow]) -> None:

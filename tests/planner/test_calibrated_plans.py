@@ -77,6 +77,8 @@ def test_the_command_calibrates_all_that_it_says(shape: Path, tmp_path: Path) ->
     assert slow["plans"][0]["step_s"] > plain["plans"][0]["step_s"]
     assert slow["curve"]["points"][0]["samples_per_s"] < plain["curve"]["points"][0]["samples_per_s"]
     assert "calibrated by rows.csv" in slow["provenance"]["links"]
+    assert slow["provenance"]["products"] == "calibrated by rows.csv"
+    assert plain["provenance"]["products"].endswith("by 27 published rows of 2 sources")
 
 
 def test_what_is_measured_here_is_not_calibrated(shape: Path, tmp_path: Path) -> None:

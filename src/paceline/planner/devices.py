@@ -57,11 +57,11 @@ class Taught:
         """Return the provenance of the rate.
 
         >>> Taught(0.5, 3, 2, 0.2).text()
-        'products at 0.40 of the peak: 0.5 of what is expected, by 3 published rows of 2 sources'
+        '0.40 of the peak, 0.5 of what is expected, by 3 published rows of 2 sources'
         """
         reached = self.rate * DeviceEfficiency().products
         rows = f"{self.rows} published rows of {self.sources} source{'s' * (self.sources > 1)}"
-        return f"products at {reached:.2f} of the peak: {self.rate:.2g} of what is expected, by {rows}"
+        return f"{reached:.2f} of the peak, {self.rate:.2g} of what is expected, by {rows}"
 
 
 # By architecture: calibration/device_rates.py finds them in published rows (benchmarks/planner/calibration.md).

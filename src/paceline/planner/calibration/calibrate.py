@@ -6,9 +6,11 @@
                        corrections.py                mixed_effects.py
 
 Both are found together: the corrections by generalised least squares with the effects integrated out, pulled towards 1
-by what is expected of them. A source may deviate from the corrections of all. Rows without a shape are computed from
-their operations alone (rows.py). Intervals are so wide that nine of ten rows would have been within theirs, had they
-been predicted as the requested row is::
+by what is expected of them. A source may deviate from the corrections of all. Before, the rate of products of CPUs is
+found, which is too far from what is expected for a linear fit (device_rates.py). Rows of mixtures of experts whose
+sizes are known have a shape with experts (mixtures.py), and inform of effects alone; other rows without a shape are
+computed from their operations alone (rows.py). Intervals are so wide that nine of ten rows would have been within
+theirs, had they been predicted as the requested row is::
 
     half the width = w · c_s · deviation of the row's effects
 
@@ -72,6 +74,8 @@ DOUBTFUL = 0.5
 # Noise of a row whose operations follow from active parameters (the root of the mean square of what seven mixtures'
 # own numbers are off that), or from nothing: a factor of three.
 GUESSED, UNSIZED = 0.15, 1.0
+# Noise of a row with experts, of which nothing says how evenly tokens are sent to them.
+MIXED = 0.1
 # Times the largest that was measured, from which on an interval is wider.
 EXTRAPOLATED = 8.0
 # Rows: from fewer no interval follows.
@@ -222,7 +226,7 @@ def expected_noise(row: PublishedRow, flops_of: dict[str, float]) -> float:
     """Return the noise n of a row: more if its source contradicts itself, or its operations are guessed."""
     noise = DOUBTFUL if row.doubtful else SCALES.noise
     if mixture(row):
-        return max(noise, 0.1)
+        return max(noise, MIXED)
     if row_shapes.shape(row) or row.model.lower() in flops_of:
         return noise
     return max(noise, GUESSED if rows.sized(row) else UNSIZED)

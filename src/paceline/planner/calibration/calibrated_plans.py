@@ -72,7 +72,7 @@ class PlanCalibration:
         """The cluster with corrected links."""
         result = corrected(self.described_cluster, self.times.corrections)
         note = f"calibrated by {self.source}"
-        provenance = {**result.provenance, "links": note, "context": note, "overlap": note}
+        provenance = {**result.provenance, "products": note, "links": note, "context": note, "overlap": note}
         if self.left_out:
             provenance["left out"] = "; ".join(self.left_out)
         device = replace(result.device, provenance={**result.device.provenance, "products": note})

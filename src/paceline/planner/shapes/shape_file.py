@@ -58,7 +58,8 @@ DATA_SHEET_SPREAD = 0.37
 SOURCES: Provenance = {
     "layers' times": "computed from the shape and the device's data sheet; nothing of it was measured",
     "activations": "counted as in 2205.05198, section 4",
-    "spread": "nine of ten of 268 published runs lay within this factor of what data sheets alone say",
+    "spread": "nine of ten of 268 published runs lay within this factor of what data sheets alone say, or those of the "
+    "device in a wider one",
 }
 
 
