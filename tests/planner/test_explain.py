@@ -1,6 +1,7 @@
 """What is said of plans: each sentence follows from numbers that are told by hand."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from paceline.planner.explain import (
 )
 from paceline.planner.feasibility import smallest_change
 from paceline.planner.policies import policies, rank, under
+from paceline.planner.search import supported
 from paceline.planner.search.objective import Objectives
 from paceline.planner.search.search import CostCache, search
 from tests.planner.plain_workload import Plain, cluster
@@ -207,7 +209,13 @@ def test_an_answer_where_nothing_fits_says_what_would() -> None:
     assert (said.plans, said.gains, said.rules, said.beyond, said.fit.fits) == ((), (), (), None, False)
 
 
-def test_what_is_better_but_not_supported_is_named() -> None:
+def test_what_is_better_but_not_supported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = supported.supports
+
+    def supports(plan: Arrangement, device: str = "cpu", *engine: Any) -> bool:
+        return (device == "cpu" or plan.shards == 1) and built(plan, device, *engine)
+
+    monkeypatch.setattr(supported, "supports", supports)
     on = cluster(bytes_per_s=1e12, latency_s=0.0)
     on = replace(on, device=replace(on.device, kind="cuda"))
     workload = Plain(milliseconds=(8.0,), global_batch=1)

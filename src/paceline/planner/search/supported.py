@@ -54,9 +54,7 @@ def strategy(arrangement: Arrangement, device: Literal["cpu", "cuda"] = "cpu") -
     )
 
 
-def supports(
-    arrangement: Arrangement, device: Literal["cpu", "cuda"] = "cpu", engine: EngineName | None = None
-) -> bool:
+def supports(arrangement: Arrangement, device: str = "cpu", engine: EngineName | None = None) -> bool:
     """Return True if an arrangement can be trained.
 
     Args:
