@@ -27,6 +27,7 @@ COMMANDS = "whole commands in processes of their own; `make test` keeps the firs
 
 TABLE: tuple[Thorough, ...] = (
     Thorough("tests/test_examples.py", PROGRAMS),
+    Thorough("tests/accelerator/test_process_group.py", PARITY),
     Thorough("tests/accelerator/test_cpp_device.py", "builds an extension in C++, which takes half a minute"),
     Thorough("tests/test_combinations.py", "160 runs: every policy over every form of replica on four engines"),
     Thorough("tests/test_readme.py::test_programs_in_the_text_run_as_they_stand", PROGRAMS, but_first=True),
@@ -52,6 +53,7 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/benchmarks/test_smooth_switch_engines.py", BENCHMARK),
     Thorough("tests/schedule/test_identities.py::test_the_bubble_of_interleaved_parts", STATISTICS, but_first=True),
     Thorough("tests/accelerator/test_engines.py::test_worker_processes", PARITY),
+    Thorough("tests/accelerator/test_engines.py::test_several_processes", PARITY, but_first=True),
     Thorough("tests/engine/test_closed_forms.py", STATISTICS),
     Thorough("tests/engine/test_virtual_determinism.py::test_two_processes_agree_to_the_byte", COMMANDS),
     Thorough("tests/engine/test_tensor_parity.py::test_equals_one_process", PARITY, but_first=True),

@@ -16,6 +16,9 @@ from paceline.core.errors import InputError
 
 AUTO, CPU = "auto", torch.device("cpu")
 
+# Types whose copies from pinned memory go on while the host does something else.
+PINNED = ("cuda", "xpu")
+
 
 def accelerator() -> str | None:
     """Return the type of this host's accelerator; None: torch sees none."""
@@ -115,10 +118,6 @@ def placed(*modules: nn.Module, device: torch.device) -> None:
     for (table, name), *others in places.values():
         for other, same in others:
             other[same] = table[name]
-
-
-# Types whose copies from pinned memory go on while the host does something else.
-PINNED = ("cuda", "xpu")
 
 
 def collective_backend(kind: str) -> str:
