@@ -30,6 +30,7 @@ def test_replicas_span_hosts_and_a_lost_host_takes_its_own_alone(tmp_path: Path)
     """Each host has one core, so the replicas are on hosts 0 and 1, 2 and 0, and 1 and 2."""
     whole = "replicas=3 servers=2 stages=2 micro_batches=2"
     run = told(tmp_path, "replicas=3 servers=2 shards=2 aggregation=asynchronous", "2", whole=whole)
+    assert "failed" not in run, run
     assert run["same"] is True
     assert run["updates"] >= 9
     assert sorted(replica for replica, _ in run["left"]) == [1, 2]

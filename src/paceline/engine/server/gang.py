@@ -41,6 +41,9 @@ from paceline.engine.spmd.replica_group import AdoptCommand, CommandPipe, PartDo
 
 LOOPBACK = "127.0.0.1"
 
+# Pause before another try to reach a leader.
+AGAIN_S: Seconds = 0.2
+
 # Tensors that are sent by one call of the system, which takes 1,024 at most.
 SENT_AT_ONCE = 256
 
@@ -246,16 +249,27 @@ class Gang:
         """Context manager of a follower: the pipe to its leader, and how the workers form a process group.
 
         Raises:
-            WorkerError: there is none.
+            PeerExited: the leader is no more.
+            WorkerError: it does not answer in time.
         """
-        try:
-            connection = wire.connect(self.address, {"worker": worker, "host": host_id()})
-        except (OSError, EOFError) as error:
-            raise WorkerError(f"replica {self.places[worker].label} found no leader: {error}") from error
+        connection = self._connected(worker)
         with connection, contextlib.ExitStack() as closing:
             pipe = self._pipe(connection, self.places[0], closing, far=self.address.host_id != host_id())
             info = _GroupInfo(*pipe.answer("who is where"))
             yield pipe, info.rendezvous(worker, self.interface, functools.partial(self._found_store, info))
+
+    def _connected(self, worker: int) -> socket.socket:
+        """Return a connection to the leader, which listens since before its address was told, but may be busy."""
+        deadline = time.monotonic() + self.job.timeout_s
+        while True:
+            try:
+                return wire.connect(self.address, {"worker": worker, "host": host_id()})
+            except ConnectionRefusedError as error:
+                raise PeerExited("the replica's first worker") from error
+            except (OSError, EOFError) as error:
+                if time.monotonic() > deadline:
+                    raise WorkerError(f"replica {self.places[worker].label} found no leader: {error}") from error
+                time.sleep(AGAIN_S)  # of a leader that is busy nothing else is heard
 
     def _found_store(self, info: _GroupInfo) -> Store:
         """Return the store that the leader keeps.
@@ -263,10 +277,11 @@ class Gang:
         Raises:
             PeerExited: the leader is no more; torch would try to connect for as long as it may take to start.
         """
-        try:
-            socket.create_connection((info.host, info.port), wire.CONNECT_S).close()
-        except OSError as error:
-            raise PeerExited("the replica's first worker") from error
+        with contextlib.suppress(TimeoutError):  # it may be busy
+            try:
+                socket.create_connection((info.host, info.port), wire.CONNECT_S).close()
+            except ConnectionRefusedError as error:
+                raise PeerExited("the replica's first worker") from error
         return self._store(info)
 
     def _store(self, info: _GroupInfo, listening: int | None = None) -> Store:
