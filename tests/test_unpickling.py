@@ -45,7 +45,7 @@ WHERE: dict[tuple[str, str], tuple[int, str]] = {
             "engine/distributed/fsdp.py",
         )
     },
-    ("engine/spmd/process_group.py", "importlib.import_module"): (2, "a module of this package"),
+    ("engine/spmd/process_group.py", "importlib.import_module"): (1, "a module of this package"),
     ("comm/fork_server_main.py", "importlib.import_module"): (2, "modules that main names, over a socket of its own"),
 }
 

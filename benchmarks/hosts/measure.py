@@ -42,6 +42,9 @@ KEYS = ("side", "mbit", "hosts", "apart", "workers", "servers", "parameters", "r
 FORMS, POLICIES = ("", "stages=2 micro_batches=2", "shards=2"), ("asynchronous", "smooth-switch:every=50")
 """Of replicas that compute."""
 
+COMPUTING = 1_002_000
+"""Parameters of those."""
+
 WORKERS = {22_000: (8,), 1_000_000: (8, 16), 25_000_000: (8, 16)}
 """More than one on each host."""
 
@@ -79,7 +82,7 @@ class Case:
     @property
     def seconds(self) -> float:
         """How long to measure."""
-        if self.parameters <= 1_002_000:
+        if self.parameters <= COMPUTING:
             return 8.0
         return 60.0 if self.apart else 7.5 * max(4, self.workers)
 
@@ -163,7 +166,7 @@ def cases(rounds: int) -> list[Case]:
             found += [Case("paceline", workers=4, servers=4, compression=text, **together) for text in COMPRESSIONS]
             found += [Case("ray", workers=4, servers=1, **together), Case("gloo", workers=4, servers=0, **together)]
             found += [Case("paceline", workers=many, servers=4, **together) for many in WORKERS[parameters]]
-        computing = {"mbit": 1000, "hosts": 4, "apart": False, "parameters": 1_002_000, "round": number}
+        computing = {"mbit": 1000, "hosts": 4, "apart": False, "parameters": COMPUTING, "round": number}
         found += [
             Case("paceline", workers=4, servers=4, more=f"{form} aggregation={policy}".strip(), **computing)
             for form in FORMS

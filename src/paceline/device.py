@@ -51,10 +51,11 @@ def count(kind: str) -> int:
     """Return how many devices of a type this host has."""
     if kind == CPU.type:
         return 1
-    module = _module(kind)
-    if module is None or not module.is_available():
+    try:
+        module = _module(kind)
+    except RuntimeError:  # torch knows its name, and nothing on this host has registered it
         return 0
-    return int(module.device_count())
+    return int(module.device_count()) if module.is_available() else 0
 
 
 def of_worker(kind: str, number: int) -> torch.device:
@@ -78,14 +79,22 @@ def seed(number: int, device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def own_generators(tensors: Iterable[Tensor], number: int) -> Iterator[None]:
-    """Context manager: torch's generators of the CPU and of these tensors' devices, seeded; restored afterwards."""
-    devices = {t.device for t in tensors if t.device.type not in (CPU.type, "meta")}
+def kept_generators(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Context manager: torch's generators of the CPU and of these devices are restored afterwards."""
     with contextlib.ExitStack() as closing:
         closing.enter_context(torch.random.fork_rng(devices=[]))
         for device in devices:
-            index = device.index or 0
-            closing.enter_context(torch.random.fork_rng(devices=[index], device_type=device.type))
+            if device != CPU:
+                forked = torch.random.fork_rng(devices=[device.index or 0], device_type=device.type)
+                closing.enter_context(forked)
+        yield
+
+
+@contextlib.contextmanager
+def own_generators(tensors: Iterable[Tensor], number: int) -> Iterator[None]:
+    """Context manager: torch's generators of the CPU and of these tensors' devices, seeded; restored afterwards."""
+    devices = {t.device for t in tensors if t.device.type not in (CPU.type, "meta")}
+    with kept_generators(devices):
         for device in (CPU, *devices):
             seed(number, device)
         yield

@@ -1,6 +1,7 @@
 """A training job: the model, its loss, its optimizer and its data, without any parallelism."""
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, TensorDataset
 
 from paceline.core.errors import InputError
+from paceline.device import CPU, moved
 
 # A tensor, or tuples, lists and dicts of trees.
 Tree: TypeAlias = Any
@@ -184,6 +186,11 @@ def map_tree(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
     if isinstance(tree, (tuple, list)):
         return type(tree)(map_tree(function, v) for v in tree)
     return tree
+
+
+def on_device(tree: Tree, device: torch.device) -> Tree:
+    """Return the tree with all tensors on a device; where that is the CPU, as it is."""
+    return tree if device == CPU else map_tree(functools.partial(moved, device=device), tree)
 
 
 def is_source(data: Data | BatchSource) -> TypeGuard[BatchSource]:

@@ -64,17 +64,19 @@ class Copied:
 
 
 def outcome(program: str, strategy: str, engine: str) -> tuple[float, int, int]:
-    """Return how far the parameters on the accelerator are from the CPU's, and the bytes that a step copies."""
-    copied, states = Copied(), list[dict[str, torch.Tensor]]()
+    """Return how far parameters and scores on the accelerator are from the CPU's, and the bytes that a step copies."""
+    copied, states, scores = Copied(), list[dict[str, torch.Tensor]](), list[float]()
     settings: dict[str, Any] = {"steps": STEPS, "progress": False, "evaluate_every": 100}
     # Who sums in another order rounds otherwise.
     for device, runs in (("cpu", engine.replace("simshm_cpu", "shm")), ("sim", engine)):
         run = launch(copied, PROGRAMS[program], f"{strategy} device={device}".strip(), engine=runs, **settings)
         assert all(value.device.type == "cpu" for value in run.state.values())
         states.append(run.state)
+        scores.append(run.history[-1].train_loss)
     one, other = states
     assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).abs().max()) for name in one), copied.to_host, copied.to_device
+    differences = [*(float((one[name] - other[name]).abs().max()) for name in one), abs(scores[0] - scores[1])]
+    return max(differences), copied.to_host, copied.to_device
 
 
 def alone(engine: str) -> dict[str, tuple[float, int, int]]:

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from tests.accelerator import process_group  # isort: skip (installs the device)
-from paceline.engine.spmd.process_group import LaunchEnv
+from paceline.engine.spmd.launch_env import LaunchEnv
 from tests.accelerator.engine_cases import OF_FOUR, OF_TWO, PROGRAMS, outcome
 from tests.engine.distributed_cases import keep
 

@@ -6,7 +6,7 @@ import pytest
 
 from paceline import InputError
 from paceline.api.train import check
-from paceline.engine.spmd.process_group import LaunchEnv, backend_for
+from paceline.engine.spmd.launch_env import LaunchEnv, backend_for
 from tests.engine import programs
 
 

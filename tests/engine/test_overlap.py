@@ -14,7 +14,7 @@ from paceline.engine.base import Budget, Job
 from paceline.engine.distributed.overlap import Overlap, cut, pays
 from paceline.engine.distributed.reduce_buffer import ReduceBuffer
 from paceline.engine.spmd.communicator import Traffic
-from paceline.engine.spmd.process_group import LaunchEnv
+from paceline.engine.spmd.launch_env import LaunchEnv
 from paceline.replica.flat_state import FlatLayout
 from tests.engine import programs
 

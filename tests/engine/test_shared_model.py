@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from paceline.comm.shared_memory import SpillAllocator
-from paceline.engine.spmd.process_group import LaunchEnv
+from paceline.engine.spmd.launch_env import LaunchEnv
 from paceline.engine.spmd.rank_context import RankContext, build_once_per_host
 from paceline.engine.spmd.rank_registry import RankRegistry
 

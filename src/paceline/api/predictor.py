@@ -12,7 +12,7 @@ from paceline.core.safe_files import reading
 from paceline.core.types import Seconds
 from paceline.engine import inference
 from paceline.engine.run_context import refuse_torchrun
-from paceline.engine.spmd.process_group import LaunchEnv
+from paceline.engine.spmd.launch_env import LaunchEnv
 from paceline.program import Program, Tree
 from paceline.run import Run, State, load
 from paceline.strategy import Strategy

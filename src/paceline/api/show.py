@@ -123,7 +123,7 @@ def sharding_of(program: Program, strategy: Strategy | str) -> ShardingReport | 
         set_threads_and_seed(job, 0)
         module, batch = program.build(), first_batch(job)
         if not strategy.pipelined:
-            with program.autocast(strategy.device):
+            with program.autocast("cpu"):  # where the model is captured, wherever it runs
                 _, plan = plan_program(program, module, batch, max(strategy.stage_workers), rules)
             return sharding_report(plan, rules)
         cut = prepare_cut(program, strategy, module, batch, lambda choose: choose()).cut

@@ -24,8 +24,8 @@ from torch import nn
 from paceline.comm.linux import available_bytes
 from paceline.core.errors import WorkerError
 from paceline.core.records import Record
-from paceline.device import CPU, moved, placed
-from paceline.program import Data, Program, Tree, call, is_source, length, map_tree
+from paceline.device import CPU, placed
+from paceline.program import Data, Program, Tree, call, is_source, length, on_device
 from paceline.replica.batches import Fetch, fetcher
 from paceline.replica.flat_state import FlatState, write
 
@@ -86,9 +86,7 @@ class Evaluator:
         sums: dict[str, float] = {}
         for fetch, indices in chunks:
             try:
-                inputs, targets = fetch(indices)
-                if self._device != CPU:
-                    inputs, targets = (map_tree(lambda t: moved(t, self._device), x) for x in (inputs, targets))
+                inputs, targets = (on_device(x, self._device) for x in fetch(indices))
                 with self._program.autocast(str(self._device)):
                     output = call(self._module, inputs)
                     loss = self._program.loss(output, targets)

@@ -22,9 +22,9 @@ from paceline.comm.shared_memory import SpillAllocator
 from paceline.core.errors import InputError
 from paceline.core.types import Seconds
 from paceline.engine.run_context import own_settings, threads
+from paceline.engine.spmd.launch_env import LaunchEnv, backend_for
 from paceline.engine.spmd.launcher import PRELOAD, WorkerPool
 from paceline.engine.spmd.p2p import ProcessGroupP2P, Routes
-from paceline.engine.spmd.process_group import LaunchEnv, backend_for
 from paceline.engine.spmd.rank_context import (
     RankContext,
     SubGroups,

@@ -17,7 +17,7 @@ from paceline.core.delta import Accumulated, Change, Delta, Distance, Gradient, 
 from paceline.core.errors import InputError
 from paceline.core.records import ReplicaPosition
 from paceline.core.types import ReplicaId
-from paceline.device import of_worker
+from paceline.device import count, kept_generators, of_worker
 from paceline.engine.base import Job
 from paceline.engine.batch_dispatcher import BatchDispatcher
 from paceline.engine.budget import Epochs, StepQuota, Steps, Unbounded
@@ -285,10 +285,10 @@ def is_main(engine: str) -> bool:
 
 
 @contextlib.contextmanager
-def own_settings() -> Iterator[None]:
-    """Context manager: restore what a run sets in this process, which is the user's."""
+def own_settings(device: str = "cpu") -> Iterator[None]:
+    """Context manager: restore what a run on devices of this type sets in this process, which is the user's."""
     before = torch.get_num_threads()
-    with torch.random.fork_rng(devices=[]):
+    with kept_generators(of_worker(device, number) for number in range(count(device))):
         try:
             yield
         finally:

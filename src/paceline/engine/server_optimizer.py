@@ -102,7 +102,7 @@ class ServerOptimizer:
         self.state, self.part, self.summed = state, part, summed
         self._distance = isinstance(policy.delta, Distance) and subtracts
         self._moves = isinstance(policy.delta, (Change, Distance))
-        combined = state.layout.new(device=state.device)
+        combined = state.empty_like()
         self.combined = combined.parameters
         """Σ weight·Δ of the last update, clipped, one vector for each dtype."""
         self.clip_norm = None if self._moves else program.clip_norm

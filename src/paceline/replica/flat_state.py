@@ -158,6 +158,10 @@ class FlatState:
             vector.copy_(source)
         return self
 
+    def empty_like(self) -> "FlatState":
+        """Return an uninitialised state of the same layout on the same device."""
+        return self.layout.new(device=self.device)
+
     def clone(self) -> "FlatState":
         """Return a copy on the same device, in ordinary memory."""
         parameters, buffers = ([v.clone() for v in vectors] for vectors in (self.parameters, self.buffers))

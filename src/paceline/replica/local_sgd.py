@@ -238,7 +238,7 @@ class ShardedLocalSGD(Replica):
     def restore(self, saved: Mapping[str, Any], source: TensorSource, layout: FlatLayout) -> None:
         """Go on from a checkpoint; ``saved`` is what all workers of the replica returned, merged."""
         del layout  # this worker has a part of it
-        own = self._gradient.layout.new(device=self._gradient.device)
+        own = self._gradient.empty_like()
         source.read_into(self._described(own))
         self._begin(OwnParameters.restored(own, saved, self.exchange))
         if self._optimizer is not None:

@@ -190,21 +190,18 @@ class NoiseEstimator:
         kept = None if self._kept is None else [list(self._kept[1]), self._kept[2]]
         return {"updates": self._updates, "kept": kept}
 
-    def restore(
-        self, saved: Mapping[str, Any], checkpoint: Checkpoint, layout: FlatLayout, device: torch.device
-    ) -> None:
+    def restore(self, saved: Mapping[str, Any], checkpoint: Checkpoint, like: FlatState) -> None:
         """Go on from a checkpoint.
 
         Args:
             saved: what :meth:`state_json` returned.
             checkpoint: has the Δ that was kept.
-            layout: of the parameters of A.
-            device: of A.
+            like: a state of the layout and on the device of A.
         """
         self._updates = saved["updates"]
         if saved["kept"] is not None:
             part, version = saved["kept"]
-            delta = layout.new(device=device)
+            delta = FlatLayout(like.layout.parameters, ()).new(device=like.device)
             checkpoint.read_into(whole_chunks(delta, _KEPT))
             self._kept = delta.parameters, Part(*part), version
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from paceline.core.errors import PacelineError
 from paceline.core.types import Clock, ReplicaId
-from paceline.device import CPU, moved, placed, seed
-from paceline.program import Program, call, map_tree
+from paceline.device import placed, seed
+from paceline.program import Program, call, on_device
 from paceline.replica.base import Batch, GradientSink, Measured, Replica
 from paceline.replica.flat_state import FlatLayout, FlatState, finite
 from paceline.replica.noise_estimator import MicroNorms
@@ -91,9 +91,7 @@ class Autograd:
         """Add the gradient of ``weight`` · mean loss to the parameters' ``grad``; returns the mean loss."""
         seed(step_seed(self._program.seed, self._replica, clock), self.device)
         began = time.monotonic_ns()
-        inputs, targets = batch.input, batch.target
-        if self.device != CPU:
-            inputs, targets = (map_tree(lambda t: moved(t, self.device), x) for x in (inputs, targets))
+        inputs, targets = (on_device(x, self.device) for x in (batch.input, batch.target))
         with self._program.autocast(str(self.device)) if self._autocasts else nullcontext():
             output = self.module(inputs) if isinstance(inputs, Tensor) else call(self.module, inputs)
             loss = self._program.loss(output, targets)

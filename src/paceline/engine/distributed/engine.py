@@ -35,8 +35,8 @@ from paceline.engine.distributed.uneven_inputs import ShadowPasses, ShadowReplic
 from paceline.engine.loop import InterruptGuard
 from paceline.engine.own_states import restore_replica
 from paceline.engine.run_context import RunContext, own_settings, set_threads_and_seed, threads
+from paceline.engine.spmd.launch_env import LaunchEnv, backend_for, refuse_launch
 from paceline.engine.spmd.membership import ExcludedError, Survives
-from paceline.engine.spmd.process_group import LaunchEnv, backend_for, refuse_launch
 from paceline.engine.spmd.rank_context import RankContext, RankSetup, build_once_per_host, open_rank_context
 from paceline.engine.worker import ClientWorker, InMemorySink, InstrumentedReplica, WorkerMetrics
 from paceline.engine.worker_metrics import SpanLog, training_spans, worker_figures, workers_file
@@ -90,7 +90,7 @@ class DistributedEngine(Engine):
                 world, backend, device, job.timeout_s, watched=watched, survives=survives, terms=terms, again=again
             )
             try:
-                with own_settings(), context as together, contextlib.ExitStack() as closing:
+                with own_settings(job.strategy.device), context as together, contextlib.ExitStack() as closing:
                     return DistributedRun(job, together, backend, watch, closing).outcome()
             except ExcludedError as error:
                 tell(str(error))
@@ -102,7 +102,7 @@ class DistributedEngine(Engine):
     def _served(job: Job, world: LaunchEnv, backend: str, device: str, watch: Watcher) -> Outcome:
         """Run a job whose replicas go their own pace: A is with servers."""
         try:
-            with own_settings(), contextlib.ExitStack() as closing:
+            with own_settings(job.strategy.device), contextlib.ExitStack() as closing:
                 return ServedRank(job, world, backend, device, watch, closing).outcome()
         finally:
             gc.collect()

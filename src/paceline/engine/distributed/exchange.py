@@ -109,13 +109,12 @@ class GradientSync:
     def exchange(self, status: RankStatus, step: Clock, version: Version = 0) -> list[RankStatus]:
         """Return one status of each replica; contributions are then summed where they have to be, or being summed."""
         own, norms = self.contribution or self.buffer, status.norm is not None
-        if self.communicator is None:
-            own.set_counters(self.rank)
-            return [status]
         table = own.table.zero_()
+        own.set_counters(self.rank)
+        if self.communicator is None:
+            return [status]
         row = torch.tensor(status.encode(), dtype=table.dtype)
         table[self.rank, : len(row)] = row
-        own.set_counters(self.rank)
         if self.turns is not None:
             self.turns.sum(self.communicator, self.buffer, self.contribution, version, of_step(step))
         else:

@@ -23,7 +23,7 @@ from paceline.engine.base import Job
 from paceline.engine.distributed.reduce_buffer import ReduceBuffer
 from paceline.engine.run_context import threads
 from paceline.engine.spmd.communicator import Communicator, ring_bytes
-from paceline.engine.spmd.process_group import OURS, LaunchEnv, kind_of
+from paceline.engine.spmd.launch_env import OURS, LaunchEnv, kind_of
 from paceline.engine.spmd.rank_context import RankContext
 from paceline.replica.flat_state import FlatLayout
 

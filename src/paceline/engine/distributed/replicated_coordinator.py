@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from paceline.aggregation.base import Apply, Arrival
 from paceline.comm.shared_memory import SpillAllocator
 from paceline.comm.shared_pickle import object_of, parts_of
@@ -23,6 +25,7 @@ from paceline.core.data_order import BatchRange
 from paceline.core.delta import Distance
 from paceline.core.records import Record, ReplicaExit
 from paceline.core.types import Nanoseconds, ReplicaId, Seconds, Version
+from paceline.device import CPU
 from paceline.engine.base import Watcher
 from paceline.engine.batch_dispatcher import NO_BATCHES
 from paceline.engine.distributed.rank_shard import RankShard
@@ -85,9 +88,8 @@ class ReplicatedCoordinator:
         assert policy.collective is not None, "another policy was not refused"
         self._rank_context, self._world, self._run_context = rank_context, rank_context.world, context
         self._job, self._shard, self._clock = context.job, shard, clock
-        self._queue = EvaluationQueue(
-            program, layout.nbytes * self._world.local_size, lambda: materialize(program, SpillAllocator())
-        )
+        build, device = lambda: materialize(program, SpillAllocator()), torch.device(context.device(self._world.rank))
+        self._queue = EvaluationQueue(program, layout.nbytes * self._world.local_size, build, device)
         self._snapshots = 0
         self._records: list[Record] = []
         """Of this rank's snapshots that did not fit into memory."""
@@ -224,7 +226,7 @@ class ReplicatedCoordinator:
                 self._records.append(queue.evaluate(*queue.snapshots.popleft()))
             state = self._shard.full_state(wanted=local)  # all ranks take part where each has a part of A
             if state is not None:
-                queue.snapshots.append((state, info))
+                queue.snapshots.append((state.to(CPU), info))
             return
         since = time.monotonic_ns()  # the clock stands still
         record: Record | None = None

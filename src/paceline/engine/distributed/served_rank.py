@@ -28,7 +28,7 @@ from paceline.engine.server.served_replica import on_servers_clock, run_replica
 from paceline.engine.server.server_link import ServerLinks
 from paceline.engine.server.wire import StreamAddress
 from paceline.engine.server_optimizer import usual_servers
-from paceline.engine.spmd.process_group import LaunchEnv
+from paceline.engine.spmd.launch_env import LaunchEnv
 from paceline.engine.spmd.rank_context import RankContext, open_rank_context
 from paceline.engine.spmd.rendezvous import own_address
 from paceline.engine.spmd.replica_group import PeerExited

@@ -86,6 +86,14 @@ def bind(pipe: CommandPipe, member: GroupMember[PushMemory], number: int, *, kee
         pipe.bind([*read, buffers.version], written, buffers.part_buffer(number) if keeps else None)
 
 
+def kept_before(pipe: CommandPipe, buffers: PushBuffers) -> OwnState | None:
+    """Return what the replica kept before, which is in the memory that it shares, or comes as bytes from its host."""
+    found = pipe.answer("what the replica kept")
+    if isinstance(found, bytes):
+        return OwnState.read(memoryview(found)) if found else None
+    return buffers.kept(found)
+
+
 def merged(own: OwnState | None, buffers: PushBuffers, workers: int) -> OwnState | None:
     """Return what all workers of a replica keep; None: one of them could not leave it."""
     parts = [own, *(buffers.part(worker) for worker in range(1, workers))]
@@ -156,12 +164,7 @@ def follow(gang: Gang, assignment: ReplicaAssignment, number: int) -> messages.E
         bind(pipe, member, number, keeps=keeps)
         leave: Leave = lambda _: None  # noqa: E731
         if keeps and (own := member.own) is not None:
-            found = pipe.answer("what the replica kept")
-            before = (
-                (OwnState.read(memoryview(found)) if found else None)
-                if isinstance(found, bytes)
-                else buffers.kept(found)
-            )
+            before = kept_before(pipe, buffers)
             if before is not None:
                 before.restore(own, member.layout)
             leave = lambda _: buffers.leave_part(number, OwnState.of(own))  # noqa: E731

@@ -24,8 +24,9 @@ from paceline.comm.shm.process_group import ShmProcessGroup
 from paceline.core.errors import PacelineError, WaitTimeoutError, WorkerError
 from paceline.core.types import Seconds
 from paceline.device import CPU
+from paceline.engine.spmd.launch_env import kind_of
 from paceline.engine.spmd.membership import RankMembership, RanksLost
-from paceline.engine.spmd.process_group import ProcessGroup, kind_of
+from paceline.engine.spmd.process_group import ProcessGroup
 from paceline.engine.spmd.rank_registry import RankRegistry, StoreSignals
 
 # torch 2.13 has other names for them, and warns of these.
@@ -144,8 +145,7 @@ class Communicator:
             result = torch.empty(x.shape, dtype=x.dtype)
             work: Any = self._shm.combine(x, result, "max" if largest else "sum")
         else:
-            moved = self.to_device(x)
-            result = moved.clone(memory_format=torch.contiguous_format) if moved is x else moved
+            result = x.to(self.device, copy=True, memory_format=torch.contiguous_format)
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
             work = dist.all_reduce(result, op, group=self.group.handle, async_op=True)
         self.wait(work, description)
@@ -155,14 +155,14 @@ class Communicator:
     def reduce_scatter(self, rows: Tensor, own: Tensor) -> Any:
         """Start to sum all ranks' rows, one for each rank; ``own`` receives the sum of this rank's row."""
         self.traffic.sent_bytes += (self.ranks - 1) * own.nbytes
-        out, given = self.to_device(own), self.to_device(rows)
+        out, given = self._output(own), self.to_device(rows)
         work = _reduce_scatter(out, given.view(-1), group=self.group.handle, async_op=True)
         return work if out is own else StagedWork(work, own, out)
 
     def all_gather(self, rows: Tensor, own: Tensor) -> Any:
         """Start to gather all ranks' rows."""
         self.traffic.sent_bytes += (self.ranks - 1) * own.nbytes
-        out, given = self.to_device(rows), self.to_device(own)
+        out, given = self._output(rows), self.to_device(own)
         work = _all_gather(out.view(-1), given, group=self.group.handle, async_op=True)
         return work if out is rows else StagedWork(work, rows, out)
 
@@ -178,6 +178,10 @@ class Communicator:
     def to_device(self, vector: Tensor) -> Tensor:
         """Return a vector on the backend's device: itself, or a copy."""
         return vector if vector.device == self.device else vector.to(self.device)
+
+    def _output(self, vector: Tensor) -> Tensor:
+        """Return a vector on the backend's device to be written: itself, or new memory."""
+        return vector if vector.device == self.device else torch.empty_like(vector, device=self.device)
 
 
 @dataclass(frozen=True)

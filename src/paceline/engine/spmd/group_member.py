@@ -17,8 +17,9 @@ from paceline.core import errors
 from paceline.core.mesh import Coordinate
 from paceline.engine.base import Job
 from paceline.engine.run_context import RunContext
+from paceline.engine.spmd.launch_env import LaunchEnv
 from paceline.engine.spmd.pipeline_rank import PipelineRank
-from paceline.engine.spmd.process_group import LaunchEnv, Rendezvous
+from paceline.engine.spmd.process_group import Rendezvous
 from paceline.engine.spmd.rank_context import RankContext, RankSetup, build_once_per_host, open_rank_context
 from paceline.engine.spmd.replica_group import (
     CommandPipe,
@@ -82,8 +83,11 @@ class GroupMember(Generic[Memory]):
         """
         mesh, stages = self._ranks.mesh, self._ranks.stages
         place = mesh.coordinate(number)
-        stage, shard = stages[place.stage], mesh.shard(place)
-        return part_of(whole, stage, shard), part_of(delta, stage, shard, owned_names(stages, mesh, place))
+        stage, shard, owned = stages[place.stage], mesh.shard(place), owned_names(stages, mesh, place)
+        read = stage.parts[shard].names
+        written = [name for name in read if name in owned]
+        placed = stage.placements, shard
+        return part_of(whole, read, *placed), part_of(delta, written, *placed)
 
     def leader(self, pipes: Sequence[CommandPipe], client: GroupClient, leave: Leave) -> ReplicaLeader:
         """Return the replica as the worker with the client has it."""

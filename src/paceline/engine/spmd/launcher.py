@@ -39,7 +39,8 @@ from paceline.engine import ENGINES
 from paceline.engine.base import Job, Outcome, Progress, Watcher
 from paceline.engine.loop import InterruptGuard
 from paceline.engine.process_supervisor import EXIT_OK, REASON_S, RankProcesses
-from paceline.engine.spmd.process_group import BACKEND, LaunchEnv, Rendezvous
+from paceline.engine.spmd.launch_env import BACKEND, LaunchEnv
+from paceline.engine.spmd.process_group import Rendezvous
 from paceline.engine.spmd.rank_context import RankContext, open_rank_context
 from paceline.engine.worker_metrics import remove_workers_file
 

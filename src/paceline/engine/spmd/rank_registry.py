@@ -22,7 +22,8 @@ from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.mesh import Coordinate, Mesh
 from paceline.core.types import Nanoseconds, Seconds
 from paceline.engine.spmd.bounded_store import BoundedStore
-from paceline.engine.spmd.process_group import LaunchEnv, ProcessGroup
+from paceline.engine.spmd.launch_env import LaunchEnv
+from paceline.engine.spmd.process_group import ProcessGroup
 
 # Round trips to measure a clock offset; the fastest one counts.
 CLOCK_PINGS = 8

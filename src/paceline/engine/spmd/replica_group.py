@@ -202,7 +202,7 @@ class ShardIO:
         self._group, self._place, self.inner, self._reset = group, place, inner, reset
         self._shard, self._stage = memory.mesh.shard(memory.place), memory.stages[memory.place.stage]
         self._names = owned_names(memory.stages, memory.mesh, memory.place)
-        self._state, self._delta = memory.state, memory.state.layout.new(device=memory.state.device)
+        self._state, self._delta = memory.state, memory.state.empty_like()
         self._reads: dict[int, ShardViews] = {}
         self._writes: dict[int, ShardViews] = {}
         self._version: Version = 0

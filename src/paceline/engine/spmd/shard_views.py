@@ -53,10 +53,9 @@ class ShardViews:
         shard: int,
         names: Collection[str] | None = None,
     ) -> None:
-        full = dict(whole.named())
-        chosen = [(name, own) for name, own in part.named() if names is None or name in names]
-        self._wholes = [_view(full[name], placements.get(name), shard) for name, _ in chosen]
-        self._parts = [own.view(window.shape) for (_, own), window in zip(chosen, self._wholes, strict=True)]
+        chosen = {name: own for name, own in part.named() if names is None or name in names}
+        self._wholes = part_of(whole, chosen, placements, shard)
+        self._parts = [own.view(window.shape) for own, window in zip(chosen.values(), self._wholes, strict=True)]
 
     @torch.no_grad()
     def take(self) -> None:
@@ -71,18 +70,10 @@ class ShardViews:
             torch._foreach_copy_(self._wholes, self._parts)
 
 
-def part_of(whole: FlatState, stage: StageSharding, shard: int, names: Collection[str] | None = None) -> list[Tensor]:
-    """Return views of a worker's part of A or of a Δ in the whole.
-
-    Args:
-        whole: all of it.
-        stage: the worker's.
-        shard: its shard.
-        names: of the tensors; None: all of the part.
-    """
+def part_of(whole: FlatState, names: Iterable[str], placements: Mapping[str, Placement], shard: int) -> list[Tensor]:
+    """Return views of these tensors of a worker's part in the whole; other arguments as of :class:`ShardViews`."""
     full = dict(whole.named())
-    chosen = [name for name in stage.parts[shard].names if names is None or name in names]
-    return [_view(full[name], stage.placements.get(name), shard) for name in chosen]
+    return [_view(full[name], placements.get(name), shard) for name in names]
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,7 @@ class ModelParallelRank(ABC):
             context.job.program,
             inner,
             self.whole,
-            self.layout.new(device=self.state.device),
+            self.state.empty_like(),
             owned,
             self.part_chunks(),
             summed,

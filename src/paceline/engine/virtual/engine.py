@@ -74,7 +74,7 @@ class VirtualEngine(Engine):
             )
 
     def run(self, job: Job, watch: Watcher) -> Outcome:
-        with own_settings():
+        with own_settings(job.strategy.device):
             torch.set_num_threads(job.strategy.threads or 1)
             torch.default_generator.manual_seed(job.program.seed)  # what samples draw as they are read
             return VirtualRun(job, watch).outcome()
@@ -91,8 +91,7 @@ class VirtualRun:
         self._job, self._watch = job, watch
         saved = VirtualState.of(RunContext(job))
         self._context = context = RunContext(job, has_held=saved is not None)
-        self._device = context.device(0)
-        self._module, state = first_state(job.program, job.running_buffers, self._device)
+        self._module, state = first_state(job.program, job.running_buffers, context.device(0))
         noise = NoiseAccumulator(context.reference_batch) if job.noise_scale else None
         self._estimator = NoiseEstimator(noise) if noise else None
         self._optimizer = ServerOptimizer(job.program, context.policy, state, self._estimator)
@@ -130,7 +129,7 @@ class VirtualRun:
         self._checkpointer = Checkpointer(context, self._loop, self._take_snapshot)
         self._coordinator = self._loop.coordinator
         self._coordinator.away |= self._hosts.returning | self._hosts.gone
-        self._evaluator = Evaluator(job.program, job.program.build(), torch.device(self._device))
+        self._evaluator = Evaluator(job.program, job.program.build(), state.device)
         # Δs are computed as they arrive, rather than when an update needs them, where a decision depends on them, or
         # their data or state come in the order of arrivals.
         depends = "loss" in context.policy.needs or self._observer.looks_inside or job.on_nonfinite == "skip"
@@ -349,7 +348,7 @@ class VirtualRun:
 
     def _restore(self, state: VirtualState | None) -> None:
         """Go on where a run stopped; without a ``state`` all replicas begin with the A of the checkpoint."""
-        resume, layout = self._job.resume, self._optimizer.state.layout
+        resume, like = self._job.resume, self._optimizer.state
         if resume is None:
             return
         counts = resume.run.coordinator
@@ -358,20 +357,20 @@ class VirtualRun:
             self._now = resume.run.seconds
             for replica, position in enumerate(self._context.positions):
                 self._durations.skip(replica, position.attempt, position.clock)
-            for attempt in held_attempts(resume, layout, self._device) if self._context.keeps_policy else ():
+            for attempt in held_attempts(resume, like) if self._context.keeps_policy else ():
                 self._attempts.hold(attempt)
         else:
             self._restore_exactly(state, resume)
         for replica in own_states.saved_states(self._context):
             own = self._computer.replica(replica)
             assert isinstance(own, LocalSGD), "the policy is the same"
-            own_states.restore_replica(self._context, replica, own, layout)
+            own_states.restore_replica(self._context, replica, own, like.layout)
 
     def _restore_exactly(self, state: VirtualState, resume: ResumePoint) -> None:
         """Go on with all that was under way."""
-        layout = self._optimizer.state.layout
+        like = self._optimizer.state
         self._now = state.now_s
-        attempts = list(restored_attempts(state.attempts.attempts, resume, layout, self._device, self._shared_state))
+        attempts = list(restored_attempts(state.attempts.attempts, resume, like, self._shared_state))
         self._attempts.restore(state.attempts, attempts)
         for attempt, _ in attempts:
             if attempt.measured is None:
@@ -380,8 +379,7 @@ class VirtualRun:
         self._hosts.restore(state.network)
         self._observer.restore(state.observer, resume.checkpoint)
         if self._estimator is not None and state.noise is not None:
-            kept = FlatLayout(layout.parameters, ())
-            self._estimator.restore(state.noise, resume.checkpoint, kept, self._optimizer.state.device)
+            self._estimator.restore(state.noise, resume.checkpoint, like)
 
     # ----------------------------------------------------------------------------------------------- the end, the start
 

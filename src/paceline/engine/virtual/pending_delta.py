@@ -66,7 +66,7 @@ class PendingDelta:
         return self.done == self.micro_steps
 
     def delta_buffer(self) -> FlatState:
-        self.out = self.pull().layout.new(device=self.pull().device)
+        self.out = self.pull().empty_like()
         return self.out
 
     def push(self, measured: Measured) -> None:

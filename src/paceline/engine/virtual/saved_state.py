@@ -28,7 +28,7 @@ from paceline.engine.run_context import RunContext
 from paceline.engine.run_state import ResumePoint, delta_chunks
 from paceline.engine.virtual.pending_delta import PendingDelta, Phase, TimelineState
 from paceline.replica.base import Measured, MicroStepNorms
-from paceline.replica.flat_state import FlatLayout, FlatState
+from paceline.replica.flat_state import FlatState
 from paceline.replica.optimizer_state import whole_chunks
 
 # Key of this state among what a checkpoint has of the engine.
@@ -132,19 +132,14 @@ def attempt_chunks(attempts: Iterable[PendingDelta], current: Version) -> Iterat
 
 
 def restored_attempts(
-    states: Sequence[AttemptState],
-    resume: ResumePoint,
-    layout: FlatLayout,
-    device: str,
-    current: Callable[[], FlatState],
+    states: Sequence[AttemptState], resume: ResumePoint, like: FlatState, current: Callable[[], FlatState]
 ) -> Iterator[tuple[PendingDelta, bool]]:
     """Yield attempts as they were, and whether each has arrived.
 
     Args:
         states: of them.
         resume: where the run goes on.
-        layout: of A.
-        device: of A.
+        like: a state of the layout and on the device of A.
         current: returns the A of the checkpoint, shared by all attempts that have read it.
     """
     checkpoint, version = resume.checkpoint, resume.run.coordinator.version
@@ -153,7 +148,7 @@ def restored_attempts(
         attempt = PendingDelta(state.replica, state.clock, state.version, None, state.first_micro_step, state.batches)
         attempt.phase, attempt.due_s, attempt.work_s = state.phase, state.due_s, state.work_s
         if state.computed:
-            attempt.out = layout.new(device=device)
+            attempt.out = like.empty_like()
             checkpoint.read_into(delta_chunks(attempt.out, state.replica, state.clock))
             loss = math.nan if state.loss is None else state.loss
             attempt.measured = Measured(loss, state.samples, state.finite, state.micro)
@@ -163,20 +158,20 @@ def restored_attempts(
             attempt.read.version = version
         else:
             if state.version not in read:
-                read[state.version] = layout.new(device=device)
+                read[state.version] = like.empty_like()
                 read[state.version].version = state.version
                 checkpoint.read_into(whole_chunks(read[state.version], _read_prefix(state.version)))
             attempt.read = read[state.version]
         yield attempt, state.arrived
 
 
-def held_attempts(resume: ResumePoint, layout: FlatLayout, device: str) -> Iterator[PendingDelta]:
+def held_attempts(resume: ResumePoint, like: FlatState) -> Iterator[PendingDelta]:
     """Yield the Δs that a policy held in a run of another engine; arguments as above."""
     checkpoint, names = resume.checkpoint, set(resume.held)
     for arrival in resume.run.coordinator.held:
         if (arrival.replica, arrival.clock) in names:
             attempt = PendingDelta(arrival.replica, arrival.clock, arrival.version, None, 0, NO_BATCHES)
-            attempt.out = layout.new(device=device)
+            attempt.out = like.empty_like()
             checkpoint.read_into(delta_chunks(attempt.out, arrival.replica, arrival.clock))
             loss = math.nan if arrival.loss is None else arrival.loss
             attempt.measured = Measured(loss, arrival.samples, arrival.finite)
