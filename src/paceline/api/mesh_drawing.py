@@ -162,9 +162,8 @@ def _ranks_by_replica(s: Strategy, hosts: int | Sequence[int] | None) -> tuple[S
     placed = [list[int]() for _ in cores]
     for replica in range(s.replicas):
         counts = dict(enumerate(map(len, placed)))
-        for rank, host in zip(
-            s.mesh.replica_ranks(replica), next_hosts(enough, counts, dict(enumerate(cores))), strict=True
-        ):
+        found = next_hosts(enough, counts, dict(enumerate(cores)))
+        for rank, host in zip(s.mesh.replica_ranks(replica), found, strict=True):
             placed[host].append(rank)
     return tuple(placed)
 

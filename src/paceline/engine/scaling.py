@@ -117,6 +117,8 @@ def next_hosts(workers: int, placed: Mapping[Host, int], cores: Mapping[Host, fl
     ['b']
     >>> next_hosts(2, {"b": 4}, {"a": 1, "b": 4}), next_hosts(3, {}, {"a": 2, "b": 2})
     (['b', 'b'], ['a', 'a', 'b'])
+    >>> next_hosts(3, {}, {"a": 1.5, "b": 1.5}), next_hosts(3, {}, {"a": 1})
+    (['a', 'a', 'b'], ['a', 'a', 'a'])
     >>> next_hosts(1, {"worker": 3}, {"head": 0, "worker": 2})
     ['worker']
     """
@@ -126,7 +128,7 @@ def next_hosts(workers: int, placed: Mapping[Host, int], cores: Mapping[Host, fl
         return [min(large, key=lambda host: (placed.get(host, 0) + workers) / cores[host])] * workers
     each = math.ceil(workers / sum(cores.values()))  # workers a core
     in_turn = sorted(cores, key=lambda host: ((placed.get(host, 0) + 1) / cores[host], -cores[host]))
-    return [host for host in in_turn for _ in range(max(1, int(cores[host] * each)))][:workers]
+    return [host for host in in_turn for _ in range(math.ceil(cores[host] * each))][:workers]
 
 
 def moves(staying: Collection[ReplicaId], replicas: int, bound: int) -> tuple[Sequence[ReplicaId], Sequence[ReplicaId]]:

@@ -13,6 +13,9 @@ from paceline.engine.base import Job
 # Paceline's own backends: shared memory inside each host and sockets between hosts, or inside one host alone.
 OURS = ("hierarchical", "shm")
 
+# Backend of ranks that main has spawned on this host.
+BACKEND = "shm"
+
 # All backends: torch's for CPUs and for GPUs, and Paceline's own.
 BACKENDS = ("gloo", "nccl", *OURS)
 
@@ -105,7 +108,3 @@ def refuse_launch(backend: str, job: Job, world: LaunchEnv) -> None:
         f"replicas={strategy.replicas} × stages={strategy.stages} × shards={strategy.shards} = {workers} workers, but "
         f"{world.size} were started by torchrun; write replicas={world.size} or start {workers}"
     )
-
-
-# Backend of ranks that main has spawned on this host.
-BACKEND = "shm"
