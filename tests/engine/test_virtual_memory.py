@@ -25,7 +25,7 @@ class Census:
         self._elements = elements
         clone, new = FlatState.clone, FlatLayout.new
         monkeypatch.setattr(FlatState, "clone", lambda state: self._born(clone(state)))
-        monkeypatch.setattr(FlatLayout, "new", lambda layout, *a: self._born(new(layout, *a)))
+        monkeypatch.setattr(FlatLayout, "new", lambda layout, **k: self._born(new(layout, **k)))
 
     def _born(self, state: FlatState) -> FlatState:
         self._live += 1
