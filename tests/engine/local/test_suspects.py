@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from paceline import Run
 from paceline.engine.base import Progress
 from paceline.engine.replica_pace import ENOUGH, ReplicaPace
+from tests import oracle
 from tests.engine import programs
 
 Local = Callable[..., Run]
@@ -116,7 +116,7 @@ def test_one_that_is_stopped_is_replaced(local: Local, tmp_path: Path, act: Any,
     settings: dict[str, Any] = {"steps": STEPS, "on_death": "replace", "suspect_after_s": 1.0}
     run = local(programs.program(), strategy, loop=loop, **settings)
     whole = local(programs.program(), strategy, **settings)
-    assert all(torch.equal(tensor, run.state[name]) for name, tensor in whole.state.items())
+    oracle.assert_same(whole.model, run.state, 0)
     assert [exit_.replica for exit_ in run.left] == [1]
     assert run.left[0].reason.startswith("silent for ")
     assert "replica 1 silent for" in run.summary["notes"]["silent"]

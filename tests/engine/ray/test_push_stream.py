@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -30,10 +31,20 @@ from paceline.engine.own_states import OwnState
 from paceline.engine.ray.engine import RayEngine
 from paceline.engine.server import push_stream, server_link, wire
 from paceline.engine.server.executor import ALONE, ServerExecutor
-from paceline.engine.server.messages import END, Bytes, PushCompletion, Reply, ServerGrant, arrays_of
+from paceline.engine.server.messages import (
+    END,
+    Bytes,
+    PushCompletion,
+    ReplicaAssignment,
+    Reply,
+    ServerGrant,
+    arrays_of,
+)
 from paceline.engine.server.push_buffers import PushBuffers
+from paceline.engine.server.push_client import CancelFlag, PushClient
 from paceline.engine.server.push_stream import PushListener, PushStream
 from paceline.engine.server.wire import Listener, StreamAddress
+from paceline.engine.worker import InMemorySink
 from paceline.replica.flat_slices import FlatSlice, slices_of
 
 OnRay = Callable[..., Run]
@@ -363,6 +374,59 @@ def test_where_a_server_can_not_listen_pushes_are_calls(buffers: PushBuffers, la
     link.call = lambda method: None  # type: ignore[method-assign]
     assert link.stream(buffers, whole(layout)) is None
     assert link._tries == 0
+
+
+class OneReply:
+    """Links to one server, which has answered a call with this A."""
+
+    first = None
+
+    def __init__(self, arrays: Sequence[Bytes]) -> None:
+        self._arrays = arrays
+
+    def begin_all(self, *_: Any) -> list[Any]:
+        return []
+
+    def results(self, _: Any) -> list[Reply]:
+        return [(ServerGrant(1, BatchRange(0, 0, 1), 0), self._arrays)]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("offset", [0, 8])
+def test_an_a_that_came_to_any_address_is_moved(layout: FlatLayout, offset: int) -> None:
+    """A product of matrices is rounded by where they lie; so a replica has A where torch would have laid it."""
+    expected = fill(layout.new().vectors, 1)
+    arrays = [array_at(offset, array) for array in expected]
+    client = PushClient(
+        OneReply(arrays),  # type: ignore[arg-type]
+        [whole(layout)],
+        [None],
+        ReplicaAssignment(0, 0, 0, 0, 0),
+        0,
+        PushBuffers(layout),
+        CancelFlag(0),
+        InMemorySink(),
+        PATIENCE_S,
+    )
+    with contextlib.closing(client):
+        assert client.wait_for_grant()
+        state = client.pull()
+        assert [array.tobytes() for array in arrays_of(state)] == [array.tobytes() for array in expected]
+        assert {vector.data_ptr() % 64 for vector in state.vectors} == {0}
+        where_it_came = [array.ctypes.data for array in arrays]
+        assert ([vector.data_ptr() for vector in state.vectors] == where_it_came) == (offset == 0)
+        del state
+
+
+def array_at(offset: int, array: Bytes) -> Bytes:
+    """Return a copy at an address so far from the start of a cache line."""
+    room = np.empty(array.nbytes + 128, np.uint8)
+    begin = -room.ctypes.data % 64 + offset
+    copy = room[begin : begin + array.nbytes]
+    copy[:] = array
+    return copy
 
 
 def test_memory_of_another_size_is_not_mapped(layout: FlatLayout) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from torch.optim import Adam
 from torch.optim.lr_scheduler import StepLR
 
@@ -20,6 +19,7 @@ from paceline.checkpoint.reader import Checkpoint, newest
 from paceline.comm import liveness
 from paceline.engine.base import Progress, Watcher
 from paceline.engine.ray.engine import RayEngine
+from tests import oracle
 from tests.engine import programs
 from tests.engine.local.commands import PATIENCE_S, PROGRAM, eventually
 from tests.engine.ray.commands import SAVED, started
@@ -51,7 +51,7 @@ def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(on_ray: OnRay,
     on_ray(program, strategy, steps=5, checkpoint=tmp_path / "parts", checkpoint_every="2 steps")
     resumed = on_ray(program, strategy, steps=9, checkpoint=tmp_path / "parts", resume=True)
     assert tensors(newest_in(tmp_path / "parts")) == tensors(newest_in(tmp_path / "whole"))
-    assert all(torch.equal(value, whole.state[name]) for name, value in resumed.state.items())
+    oracle.assert_same(resumed.model, whole.state, 0)
     for count in ("updates", "gradients", "applied", "staleness", "steps"):
         assert resumed.summary[count] == whole.summary[count], count
     notes = resumed.summary["notes"]
@@ -81,7 +81,7 @@ def test_deltas_that_the_policy_held_are_held_again(on_ray: OnRay, watched: list
     cut = on_ray(program, strategy, steps=ENDLESS, loop=loop, checkpoint=tmp_path / "ckpt")
     assert cut.summary["interrupted"]
     resumed = on_ray(program, strategy, steps=8, checkpoint=tmp_path / "ckpt", resume=True)
-    assert all(torch.equal(value, whole.state[name]) for name, value in resumed.state.items())
+    oracle.assert_same(resumed.model, whole.state, 0)
     assert (resumed.summary["applied"], resumed.summary["discarded"]) == (8, 0)
 
 
@@ -91,7 +91,7 @@ def test_it_goes_on_with_what_the_local_engine_has_saved(on_ray: OnRay, strategy
     saved = train(program, "replicas=2", steps=6, checkpoint=folder, progress=False, evaluate_every=10**6)
     same = on_ray(program, strategy, steps=6, checkpoint=folder, resume=True)
     assert same.summary["updates"] == 6
-    assert all(torch.equal(value, saved.state[name]) for name, value in same.state.items())
+    oracle.assert_same(same.model, saved.state, 0)
     further = on_ray(program, strategy, steps=9, checkpoint=folder, resume=True)
     assert further.summary["updates"] > 6
     assert further.summary["gradients"] == further.summary["applied"] + further.summary["discarded"]
@@ -103,7 +103,7 @@ def test_and_the_local_engine_with_what_it_has_saved(on_ray: OnRay, tmp_path: Pa
     on_ray(program, "replicas=2", steps=4, checkpoint=tmp_path)
     resumed = train(program, "replicas=2", steps=8, checkpoint=tmp_path, resume=True, progress=False)
     whole = train(program, "replicas=2", steps=8, progress=False)
-    assert all(torch.equal(value, whole.state[name]) for name, value in resumed.state.items())
+    oracle.assert_same(resumed.model, whole.state, 0)
 
 
 def test_a_run_whose_server_has_died_is_resumed(

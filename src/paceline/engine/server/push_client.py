@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import final
 
+from paceline.comm.shared_memory import ALIGNMENT
 from paceline.core.types import Clock, Seconds, Version
 from paceline.engine.own_states import OwnState
 from paceline.engine.server import messages
@@ -102,9 +103,13 @@ class PushClient(GrantedClient):
         return True
 
     def _received(self, slices: Sequence[Sequence[messages.Bytes]]) -> FlatState:
-        """Return the A of which each server has sent its slice, or has written it to the buffers."""
+        """Return the A of which each server has sent its slice, or has written it to the buffers.
+
+        One that came whole is used where it lies, unless that is anywhere: how a product of matrices is rounded
+        depends on it.
+        """
         buffers = self._buffers
-        if len(slices) == 1 and slices[0]:
+        if len(slices) == 1 and slices[0] and all(array.ctypes.data % ALIGNMENT == 0 for array in slices[0]):
             return messages.state_of(buffers.sent.layout, slices[0])
         for part, arrays in zip(self._slices, slices, strict=True):
             for target, array in zip(part.cut_bytes(buffers.sent_arrays), arrays, strict=False):
