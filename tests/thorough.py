@@ -152,6 +152,7 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/engine/ray/test_ray_compression.py", PARITY, but_first=True),
     Thorough("tests/engine/ray/test_ray_hosts.py", "Ray clusters of three network namespaces"),
     Thorough("tests/engine/ray/test_ray_own_states.py", KILLS, but_first=True),
+    Thorough("tests/engine/ray/test_ray_standbys.py", KILLS, but_first=True),
     Thorough("tests/engine/ray/test_ray_standby.py::test_it_may_die_between_any_two_messages", KILLS, but_first=True),
     Thorough("tests/engine/ray/test_ray_standby.py::test_again_and_again", KILLS),
     Thorough("tests/engine/ray/test_ray_standby.py::test_no_acknowledged_update_is_lost", KILLS),

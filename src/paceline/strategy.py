@@ -92,7 +92,7 @@ class Strategy:
         servers: n, the processes that have a slice of A and of the optimizer's state each, on engines whose workers
             share no memory, or in virtual time over a network; None: as many as hosts, as far as each has some MB.
         standby: copies of A and of all that its server knows, in a process of their own that takes over if the server's
-            dies: 0 or 1.
+            dies: 0 or 1; of several servers, each has one.
 
     Raises:
         InputError: a value that its field can't have.

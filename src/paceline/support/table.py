@@ -121,11 +121,6 @@ TABLE: tuple[Row, ...] = (
     ),
     _unsupported("standby"),
     Row(
-        lambda c: c.standby > 0 and (c.servers or 1) > 1,
-        "standby={s.standby} is a second copy of one server, but servers={s.servers} have a slice of A each; write "
-        "servers=1, or standby=0 and checkpoint='ckpt'",
-    ),
-    Row(
         lambda c: c.accumulate > 1 and not isinstance(c.policy.delta, Gradient),
         "accumulate={s.accumulate} is for policies that send gradients, but under aggregation={policy} replicas take "
         "steps of their own; write accumulate=1 and a longer period",

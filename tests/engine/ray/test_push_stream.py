@@ -370,7 +370,7 @@ def test_a_delta_in_a_replicas_memory_is_copied_when_that_goes_on_and_not_before
 
 def test_where_a_server_can_not_listen_pushes_are_calls(buffers: PushBuffers, layout: FlatLayout) -> None:
     assert Listener("192.0.2.1", lambda *_: asyncio.sleep(0)).address() is None
-    link = server_link.ServerLink(0, None, 0.0)
+    link = server_link.ServerLink(None, 0.0)
     link.call = lambda method: None  # type: ignore[method-assign]
     assert link.stream(buffers, whole(layout)) is None
     assert link._tries == 0

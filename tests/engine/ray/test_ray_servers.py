@@ -197,7 +197,7 @@ class Wavering(Looking):
 
 def test_servers_that_decide_otherwise_end_the_run(on_ray: OnRay, tmp_path: Path) -> None:
     strategy = Strategy(replicas=2, servers=2, aggregation=Wavering(tmp_path / "mark"))
-    with pytest.raises(WorkerError, match=r"server 1 failed: .* a policy must decide by its arguments alone"):
+    with pytest.raises(WorkerError, match=r"server 1 .*it failed: .* a policy must decide by its arguments alone"):
         on_ray(programs.program(), strategy, steps=9)
 
 
@@ -214,11 +214,6 @@ def test_servers_that_decide_otherwise_end_the_run(on_ray: OnRay, tmp_path: Path
 def test_where_a_is_not_divided(engine: str, told: str) -> None:
     with pytest.raises(InputError, match=told):
         train(programs.program(), "replicas=2 servers=2", engine=engine, steps=1)
-
-
-def test_a_standby_is_of_one_server() -> None:
-    with pytest.raises(InputError, match="standby=1 is a second copy of one server"):
-        train(programs.program(), "replicas=2 servers=2 standby=1", engine="ray", steps=1)
 
 
 @pytest.mark.parametrize("servers", ["0", "-1", "two"])

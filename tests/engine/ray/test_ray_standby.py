@@ -60,15 +60,17 @@ def waiting(worker: Any, *, folder: Path, at: list[int]) -> None:
 
 
 class At:
-    """Main does something before some steps, once the server has a standby."""
+    """Main does something before some steps, once the server has a standby, unless that does not matter."""
 
-    def __init__(self, engine: RayEngine, folder: Path, at: list[int], act: Callable[[], None]) -> None:
-        self.engine, self.folder, self.left, self.act = engine, folder, sorted(at), act
+    def __init__(
+        self, engine: RayEngine, folder: Path, at: list[int], act: Callable[[], None], *, guarded: bool = True
+    ) -> None:
+        self.engine, self.folder, self.left, self.act, self.guarded = engine, folder, sorted(at), act, guarded
         self.loop = functools.partial(waiting, folder=folder, at=at)
 
     def __call__(self, progress: Progress) -> None:
         pool = self.engine._pool
-        guarded = pool is not None and pool.standby is not None
+        guarded = not self.guarded or (pool is not None and pool.standby is not None)
         if self.left and guarded and (self.folder / f"at-{self.left[0]}").exists():
             step = self.left.pop(0)
             self.act()

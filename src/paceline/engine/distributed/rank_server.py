@@ -26,7 +26,7 @@ from paceline.core.types import ReplicaId
 from paceline.engine.base import Job, Watcher
 from paceline.engine.checkpointing import LAST_SAVE_S, tell
 from paceline.engine.server.calls import Caller
-from paceline.engine.server.messages import Ended, Result, WorkerMeasurements
+from paceline.engine.server.messages import Ended, Member, Result, WorkerMeasurements
 from paceline.engine.server.peer import Peer, PeerError
 from paceline.engine.server.replica_group import with_workers
 from paceline.engine.server.run_control import BackgroundTasks, EventLoopThread, ServerLostError, server_error
@@ -105,7 +105,7 @@ class FirstServer(RankHost):
         mesh = self._prepared.strategy.mesh
         leaders = [_Told(self._callers, mesh.replica_ranks(replica).start) for replica in range(mesh.replicas)]
         try:
-            await self.open(RUN, leaders, None, others)
+            await self.open(RUN, leaders, None, {Member(number): other for number, other in enumerate(others, 1)})
             self._control = asyncio.ensure_future(self._guarded_watch())
             for number, other in enumerate(others, 1):
                 self._tasks.start(self._watch_server(number, other))

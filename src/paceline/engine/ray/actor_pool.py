@@ -48,7 +48,9 @@ class ActorPool:
         self.others: list[Any] = []
         """The other servers, each of which has a slice of A."""
         self.standby: Any = None
-        """Of the server; None: there is none, or it is not known yet that it has started."""
+        """Of the first server; None: there is none, or it is not known yet that it has started."""
+        self.other_standbys: list[Any] = []
+        """Of the other servers, in their order; None: there is none any more."""
         self.scorer: Any = None
 
     def start(
@@ -85,15 +87,14 @@ class ActorPool:
         self._gpus, self._idle_only, self._workers = gpus, idle_only, workers
         if self.server is None:
             self.server = new_server()
-        self._spread_servers(servers - 1)
-        if self.standby is None and job.strategy.standby:
-            self.standby = new_server()
+        self._spread_servers(servers, standby=job.strategy.standby > 0)
         if self.scorer is None:
             self.scorer = ray.remote(num_cpus=0, scheduling_strategy=here())(EvaluatorActor).remote(idle_only)
         while len(self.replicas) < count:
             self.replicas.append(self._new_replica())
 
-        every_server = [self.server, *self.others, *([self.standby] if job.strategy.standby else [])]
+        standbys = [self.standby, *self.other_standbys] if job.strategy.standby else []
+        every_server = [self.server, *self.others, *standbys]
         replicas = [worker for replica in self.replicas[:count] for worker in self.workers(replica)]
         actors = [*every_server, self.scorer, *replicas]
         pending = {actor.place.remote(versions()): actor for actor in actors if actor not in self.locations}
@@ -145,6 +146,7 @@ class ActorPool:
         self.server = None if self.server in actors else self.server
         self.others = [other for other in self.others if other not in actors]
         self.standby = None if self.standby in actors else self.standby
+        self.other_standbys = [None if standby in actors else standby for standby in self.other_standbys]
         self.scorer = None if self.scorer in actors else self.scorer
 
     def end(self, actor: Any) -> None:
@@ -170,13 +172,25 @@ class ActorPool:
             del failed[ref]
         self.drop(list(failed.values()))
 
-    def _spread_servers(self, others: int) -> None:
-        """Have so many other servers, on this node and those with higher addresses in turn."""
-        self.drop(self.others[others:])
+    def _spread_servers(self, servers: int, *, standby: bool) -> None:
+        """Have so many servers, on this node and those with higher addresses in turn; each has its standby on the next.
+
+        The standby of an only server is on this node, where another takes its place if it has taken over.
+        """
         nodes = nodes_in_turn()
-        for number in range(len(self.others) + 1, others + 1):
-            node = nodes[number % len(nodes)]["NodeID"]
-            self.others.append(new_server(NodeAffinitySchedulingStrategy(node, soft=False)))
+
+        def on(number: int) -> Any:
+            return new_server(NodeAffinitySchedulingStrategy(nodes[number % len(nodes)]["NodeID"], soft=False))
+
+        others = servers - 1
+        self.drop([*self.others[others:], *self.other_standbys[others if standby else 0 :]])
+        self.others += [on(number) for number in range(len(self.others) + 1, servers)]
+        if standby:
+            kept = [*self.other_standbys[:others], *[None] * others][:others]
+            self.other_standbys = [old or on(number + 1) for number, old in enumerate(kept, 1)]
+            self.standby = self.standby or on(1 if others else 0)
+        else:
+            self.other_standbys = []
 
     def _new_replica(self) -> Any:
         """Start a replica: all of its workers on one node that has enough cores, or on several.

@@ -75,7 +75,9 @@ class RayEngine(Engine):
     def close(self) -> None:
         if self._pool is not None:
             pool = self._pool
-            pool.drop([*pool.replicas, pool.spare, pool.scorer, pool.server, *pool.others, pool.standby])
+            pool.drop(
+                [*pool.replicas, pool.spare, pool.scorer, pool.server, *pool.others, pool.standby, *pool.other_standbys]
+            )
             self._pool = None
         if self._cluster is not None:
             self._cluster.close()

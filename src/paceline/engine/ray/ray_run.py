@@ -91,7 +91,7 @@ class RayRun:
         self._room = fitting(job.strategy, cluster.cores())
         """How many replicas the cluster has had room for."""
         usual = usual_servers(cluster.hosts, self._layout.parameter_bytes)
-        self._servers = 1 if job.strategy.standby else job.strategy.servers or usual
+        self._servers = job.strategy.servers or (1 if job.strategy.standby else usual)
         self._looked_s = self._measured_s = 0.0
         """When main last looked for requests; and for nodes that came or went."""
 
@@ -153,6 +153,7 @@ class RayRun:
         others = {"coordinator": actors.server, "scorer": actors.scorer}
         if job.strategy.standby:
             others["standby"] = actors.standby
+            others |= {f"standby of server {n}": standby for n, standby in enumerate(actors.other_standbys, 1)}
         others |= {f"server {number}": other for number, other in enumerate(actors.others, 1)}
         known = {role: actors.locations[actor]._asdict() for role, actor in others.items() if actor is not None}
         replicas = {
@@ -215,6 +216,8 @@ class RayRun:
         if self._status.failure is not None:
             raise self._status.failure
         self._watch(self._status.progress)
+        for member, reason in self._status.lost.items():
+            self._server.lose(member, reason)
         for suspect in self._status.suspects:
             for part, place in [*self._running.values()]:
                 if (part.replica, part.incarnation) == suspect[:2] and place == Coordinate(part.replica):

@@ -18,7 +18,7 @@ from paceline.engine.server.peer import PeerError
 from paceline.engine.server.push_client import CancelFlag
 from paceline.engine.server.replica_group import follow, lead
 from paceline.engine.server.served_replica import on_servers_clock, run_replica
-from paceline.engine.server.server_link import ServerLink, ServerLinks
+from paceline.engine.server.server_link import ServerLinks
 from paceline.engine.server.wire import StreamAddress
 from paceline.engine.spmd.group_member import error_message
 from paceline.engine.spmd.replica_group import PeerExited
@@ -30,20 +30,25 @@ class ReplicaActor(Actor):
     def __init__(self) -> None:
         keep_freed_memory()
         self._cancel = CancelFlag(-1)
-        self._link = ServerLink(-1, None, 0.0)
+        self._links: ServerLinks | None = None
         self._listener: GangListener | None = None
         """Where the other workers of the replica find this one."""
-        self._newest: tuple[int, RayPeer | None] = -1, None
-        """The newest server that was named, and the run that it is of."""
+        self._named: list[tuple[int, int, RayPeer]] = []
+        """Servers that have taken another's place: the run, whose place, and which."""
 
     def cancel(self, run: int, attempt: float) -> None:
         """Cancel an attempt; infinity ends training."""
         self._cancel.cancel(run, attempt)
 
-    def turn_to(self, run: int, server: Any) -> None:
-        """Call this server from now on."""
-        self._newest = run, RayPeer(server)
-        self._link.turn_to(*self._newest)
+    def turn_to(self, run: int, number: int, server: Any) -> None:
+        """Call this server from now on in the place of one."""
+        self._named = [*(named for named in self._named if named[0] == run), (run, number, RayPeer(server))]
+        self._follow_names()
+
+    def _follow_names(self) -> None:
+        for run, number, server in self._named:
+            if self._links is not None and run == self._links.run and self._links.each[number].server != server:
+                self._links.each[number].turn_to(server)
 
     def listen(self) -> StreamAddress:
         """Return where the other workers find the first one, which this is, in the next run."""
@@ -80,8 +85,8 @@ class ReplicaActor(Actor):
             job: Job = messages.unpack(parts)
             patience_s = job.timeout_s if job.strategy.standby else 0.0
             links = ServerLinks(assignment.run, [*map(RayPeer, servers)], patience_s)
-            self._link = link = links.first
-            link.turn_to(*self._newest)  # it may have been named before
+            self._links = links
+            self._follow_names()  # some may have been named before
             if not job.strategy.spread:
                 ended = run_replica(job, assignment, links, cancel)
             else:
@@ -89,7 +94,7 @@ class ReplicaActor(Actor):
                 tell = functools.partial(error_message, gang.places[number])
                 ended = follow(gang, assignment, number) if number else lead(gang, assignment, links, cancel)
             if node != self.place().node and ended.spans:
-                ended = ended._replace(spans=on_servers_clock(ended.spans, link))
+                ended = ended._replace(spans=on_servers_clock(ended.spans, links.first))
             return ended
         except PeerError:
             raise  # the server has ended

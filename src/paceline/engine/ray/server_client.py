@@ -9,6 +9,9 @@
 
 Main alone says who is the server: a standby takes over when main has it do so, and a server goes on without one when
 main has dropped it. So no two servers tell anybody anything.
+
+Of several servers, each has its standby from the start, which has the same slice of A, and is asked in its place if it
+dies; then that slice has no other one.
 """
 
 import contextlib
@@ -26,6 +29,7 @@ from paceline.engine.checkpointing import LAST_SAVE_S, tell
 from paceline.engine.ray.actor_pool import ActorPool, exit_reason, new_server
 from paceline.engine.ray.actors import CONTROL, RayPeer
 from paceline.engine.server.event_log import StandbyLostError
+from paceline.engine.server.messages import FIRSTS_STANDBY, Member
 from paceline.engine.worker_metrics import update_workers_file
 
 # New standbys that are started after one another before main gives up.
@@ -54,10 +58,11 @@ class ServerClient:
         self._coming: tuple[Any, Any] | None = None
         """A new standby's actor, and the reference of what is awaited of it."""
         self._coming_attached = False
-        self._left = MOST_STANDBYS if job.strategy.standby else 0
-        self.watches: list[Any] = []
-        """For each other server a call that returns when the run ends, or fails when that server is lost."""
-        self.taken_over: list[str] = []
+        self._left = 0
+        """How many new standbys may be started."""
+        self.watches: dict[Any, Member] = {}
+        """A call of each other server, and of each standby of several, that fails when that process is lost."""
+        self.losses: list[str] = []
         """A sentence for each server that was lost."""
         self.told = 0
         """How many of the present server's sentences the user was told."""
@@ -65,16 +70,28 @@ class ServerClient:
     def open(self, replicas: list[Any]) -> None:
         """Begin the run at the servers, and at the standby."""
         actors = self._actors
-        standbys = [actors.standby] if self._job.strategy.standby else []
-        for prepared in [a.receive.remote(self._job_parts) for a in (actors.server, *actors.others, *standbys)]:
+        standbys = self._job.strategy.standby > 0
+        alone = [actors.standby] if standbys and not actors.others else []
+        members = self._members() if actors.others else {}
+        for prepared in [a.receive.remote(self._job_parts) for a in (actors.server, *members.values(), *alone)]:
             self._result(prepared)
-        scorer, peers, others = RayPeer(actors.scorer), [*map(RayPeer, replicas)], [*map(RayPeer, actors.others)]
+        scorer, peers = RayPeer(actors.scorer), [*map(RayPeer, replicas)]
+        others = {member: RayPeer(actor) for member, actor in members.items()}
         self._result(actors.server.open.remote(self._number, peers, scorer, others))
-        self.watches = [other.ask.remote("ended") for other in actors.others]
+        self.watches = {actor.ask.remote("ended"): member for member, actor in members.items()}
         actors.scorer.receive.remote(self._job_parts)
-        if self._job.strategy.standby:
+        if alone:
             self._result(self.begin("attach", RayPeer(actors.standby)))
-            self.guarded = True
+            self._left = MOST_STANDBYS
+        self.guarded = standbys
+
+    def _members(self) -> dict[Member, Any]:
+        """Return the actors of the other servers, and of the standbys of all, that live."""
+        actors = self._actors
+        standbys = [actors.standby, *actors.other_standbys] if self._job.strategy.standby else []
+        others = {Member(number): actor for number, actor in enumerate(actors.others, 1)}
+        others |= {Member(number, standby=True): actor for number, actor in enumerate(standbys) if actor is not None}
+        return others
 
     def begin(self, method: str, *args: Any) -> Any:
         """Begin a call of a method of the server's run; return the reference of its result."""
@@ -99,14 +116,52 @@ class ServerClient:
     def check(self) -> None:
         """Raise WorkerError if a server was lost, and no standby takes over."""
         self.call("clock")
-        for number, watch in enumerate(self.watches, 1):
+        for watch, member in [*self.watches.items()]:
             try:
                 ray.get(watch, timeout=0)
             except ray.exceptions.GetTimeoutError:
                 continue
             except ray.exceptions.RayError as error:
-                reason = exit_reason(error)
-                raise WorkerError(f"server {number} died, and its slice of A with it: {reason}") from error
+                self.lose(member, exit_reason(error))
+
+    def lose(self, member: Member, reason: str) -> None:
+        """Go on without one of the other servers, or the standby of one; replicas ask the standby of a server instead.
+
+        Raises:
+            WorkerError: nobody else has its slice of A.
+        """
+        watched = [watch for watch, other in self.watches.items() if other == member]
+        if not watched:
+            return
+        del self.watches[watched[0]]
+        actors, number = self._actors, member.number
+        if member.standby:
+            self.guarded &= number > 0
+            actors.drop([actors.standby if number == 0 else actors.other_standbys[number - 1]])
+            self._tell_of(f"{member.label} was lost ({reason})")
+            return
+        standby = actors.other_standbys[number - 1] if self._job.strategy.standby else None
+        if standby is None:
+            raise WorkerError(f"{member.label} died, and its slice of A with it: {reason}")
+        lost, actors.others[number - 1], actors.other_standbys[number - 1] = actors.others[number - 1], standby, None
+        actors.drop([lost])
+        self._turn_replicas(number, standby)
+        self._tell_of(f"{member.label} died ({reason}); its standby goes on in its place")
+        self._name(member.label, standby)
+
+    def _turn_replicas(self, number: int, server: Any) -> None:
+        """Have all replicas call a server in the place of one."""
+        for handle in self._handles():
+            handle.turn_to.options(concurrency_group=CONTROL).remote(self._number, number, server)
+
+    def _handles(self) -> list[Any]:
+        """Return the replicas, and where they come and go, all that ever came."""
+        return self._actors.replicas[: self._job.strategy.replicas]
+
+    def _tell_of(self, loss: str) -> None:
+        """Note and tell that a server was lost."""
+        self.losses.append(loss)
+        tell(loss)
 
     def recover(self, error: BaseException) -> None:
         """Have the standby take over.
@@ -121,23 +176,24 @@ class ServerClient:
         began = time.monotonic()
         actors.drop([actors.server])
         actors.server, actors.standby, self.guarded = actors.standby, None, False
-        handles = actors.replicas[: self._job.strategy.replicas]  # of those that come and go, all that ever came
+        self.watches = {watch: member for watch, member in self.watches.items() if member != FIRSTS_STANDBY}
+        peers = {member: RayPeer(actor) for member, actor in self._members().items()} if actors.others else {}
+        part = self._number, [*map(RayPeer, self._handles())], RayPeer(actors.scorer), peers
         try:
-            updates, _ = self._result(actors.server.take_over.remote([*map(RayPeer, handles)], RayPeer(actors.scorer)))
+            updates, _ = self._result(actors.server.take_over.remote(*part))
         except PacelineError as lost:
             raise WorkerError(f"the server died ({reason}), and A with it: its standby failed: {lost}") from lost
-        for handle in handles:
-            handle.turn_to.options(concurrency_group=CONTROL).remote(self._number, actors.server)
+        self._turn_replicas(0, actors.server)
         seconds = time.monotonic() - began
         self.told = 0
-        self.taken_over.append(f"the server died ({reason}); its standby took over at update {updates}")
-        tell(f"{self.taken_over[-1]}, within {seconds:.1f} s")
+        self.losses.append(f"the server died ({reason}); its standby took over at update {updates}")
+        tell(f"{self.losses[-1]}, within {seconds:.1f} s")
         self._name("coordinator", actors.server)
 
     def keep_standby(self) -> None:
         """Start another standby where there is none, and have it attached once it is there; called again and again."""
         actors = self._actors
-        if self.guarded or (self._coming is None and not self._left):
+        if self.guarded or (self._coming is None and not self._left):  # of several servers, each has one
             return
         if self._coming is None:
             self._left -= 1
@@ -165,16 +221,17 @@ class ServerClient:
 
     def noted(self, account: Account) -> Account:
         """Return the account of the run with a note about servers that were lost."""
-        if not self.taken_over:
+        if not self.losses:
             return account
-        return replace(account, notes={**account.notes, "server": "; ".join(self.taken_over)})
+        return replace(account, notes={**account.notes, "server": "; ".join(self.losses)})
 
     def close(self) -> Iterable[Any]:
         """Give up a standby that is starting; return the actors that the run was open at."""
         if self._coming is not None:
             self._abandon(self._coming[0])
         actors = self._actors
-        return [a for a in (actors.server, *actors.others, actors.standby, actors.scorer) if a is not None]
+        every = actors.server, *actors.others, actors.standby, *actors.other_standbys, actors.scorer
+        return [actor for actor in every if actor is not None]
 
     def _name(self, role: str, actor: Any) -> None:
         """Write down which process has a role now."""

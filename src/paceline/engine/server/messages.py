@@ -79,6 +79,26 @@ class ServerGrant(NamedTuple):
     version: Version
 
 
+class Member(NamedTuple):
+    """One of the servers of a run, or the standby of one."""
+
+    number: int
+    """Of its slice of A; 0 is that of the first server, which decides."""
+    standby: bool = False
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return f"{'the standby of ' if self.standby else ''}server {self.number}"
+
+    @property
+    def other(self) -> "Member":
+        """The other one that has the same slice, where servers have standbys."""
+        return Member(self.number, not self.standby)
+
+
+FIRSTS_STANDBY = Member(0, standby=True)
+
 # A grant and the A for it; None: training has ended for this replica.
 Reply: TypeAlias = tuple[ServerGrant | None, Sequence[Bytes]]
 
@@ -137,6 +157,8 @@ class RunStatus(NamedTuple):
     sentences: tuple[str, ...] = ()
     """For the user, those that main does not know yet."""
     suspects: tuple[Suspect, ...] = ()
+    lost: Mapping[Member, str] = {}
+    """Servers that are no more, but for the first, and why."""
 
 
 class Result(NamedTuple):

@@ -1,96 +1,140 @@
-"""The connections between the first server of a run, which decides, and the others, each of which has a slice of A.
+"""The first server's connections to the others of its run, each of which has a slice of A, and to all their standbys.
 
 ::
 
     replica      Δ, slice by slice .......................................................... A, slice by slice
     first        take its slice ......... all have theirs: event | decide, apply ............ answer
     others       take theirs, tell it ......................... | decide, apply ............. answer
+    standbys     are sent it by their server, tell it ......... | decide, apply
 
 All of them have the same state of the run (:mod:`paceline.engine.server.server_state`) but for the tensors, and take
 the same events in the same order; so all decide alike, and each version of A exists as a whole. The first sends an
-event before it takes it itself: what an update needs of all slices, the norm of the gradient, they sum up meanwhile.
+event before it takes it itself: what an update needs of all slices, the norm of the gradient, they add up meanwhile.
+
+Of two servers that have one slice, either may end at any time. The first's standby has each event before any other
+server: so it can take over with all that anybody knows, and send the others what they lack.
 """
 
 import asyncio
 import contextlib
 import socket
-import struct
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
-from typing import Any, get_type_hints
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from paceline.core.errors import PacelineError
-from paceline.core.typed_json import of_json, to_json
+from paceline.core.typed_json import to_json
 from paceline.core.types import Clock, ReplicaId, Seconds
+from paceline.engine.replica_pace import SILENT_STEPS
 from paceline.engine.server import wire
-from paceline.engine.server.messages import Bytes, state_of
-from paceline.engine.server.peer import Peer
+from paceline.engine.server.first_server_link import ACKNOWLEDGED, COUNT, FAILED, PACK, STAGED, FrameLog
+from paceline.engine.server.messages import FIRSTS_STANDBY, Bytes, Member, PushCompletion, state_of
+from paceline.engine.server.peer import Peer, PeerError
+from paceline.engine.server.push_stream import SliceForwarder, connect_forwarder
 from paceline.engine.server.run_control import BackgroundTasks, ServerLostError
-from paceline.engine.server.server_state import EVENTS, ServerState
 from paceline.engine.server.wire import StreamAddress
 from paceline.replica.flat_slices import FlatSlice, joined
 from paceline.replica.flat_state import FlatState
 
-# Bytes of the longest event as JSON.
-LONGEST_EVENT = 1 << 28
+# Bytes of what a server has told that are looked at once its connection has ended.
+_MOST_WORDS = 1 << 16
 
-# Requests beside the events: compare a Δ with the last update; send all tensors of the slice.
-OBSERVE, PACK = "observe", "pack"
 
-_STAGED = struct.Struct("<qqq")
-"""Replica, incarnation and attempt of a Δ of which a server has its slice; or _FAILED, 0, the bytes of a reason."""
+@dataclass
+class _Link:
+    """The first server's end of the connections to another."""
 
-_FAILED = -1
-
-_SIZE = struct.Struct("<Q")
+    peer: Peer
+    events: socket.socket
+    words: socket.socket
+    """On which it tells which Δs it has its slice of, or why it has failed."""
+    staged: dict[ReplicaId, tuple[int, Clock]] = field(default_factory=dict)
+    """The newest Δ of each replica that it has its slice of."""
+    taken: int = 0
+    """How many events and requests it has taken."""
 
 
 class OtherServers:
     """The first server's ends; without others, everything here is done at once.
 
     Args:
-        others: the other servers.
+        peers: the others, and the standbys.
         timeout_s: longest wait for one of them.
+        suspect_after_s: time after which one whose slice another has, too, is lost where it does not answer, at least.
+        log: the newest events and requests; None: the run begins.
     """
 
-    def __init__(self, others: Sequence[Peer], timeout_s: Seconds) -> None:
-        self._others, self._timeout_s = others, timeout_s
+    def __init__(
+        self,
+        peers: Mapping[Member, Peer],
+        timeout_s: Seconds,
+        suspect_after_s: Seconds = 0.0,
+        log: FrameLog | None = None,
+    ) -> None:
+        self._peers, self._timeout_s, self._suspect_after_s = peers, timeout_s, suspect_after_s
+        self._log = log or FrameLog()
         self.lost: Callable[[ServerLostError], None] = lambda _: None
-        """Called when one of them is no more."""
-        self._events: list[socket.socket] = []
-        self._staged: list[dict[ReplicaId, tuple[int, Clock]]] = []
-        """For each server, the newest Δ of each replica that it has its slice of."""
+        """Called when nobody has a slice any more."""
+        self._links: dict[Member, _Link] = {}
+        """To those that live, the first's standby first."""
+        self.changed: Callable[[], None] = lambda: None
+        """Called when one of them has ended."""
+        self.ended: dict[Member, str] = {}
+        """Why those are no more that have ended."""
+        self._forwarder: SliceForwarder | None = None
+        """To the first's standby."""
         self._broken = False
-        """Whether one of them is no more."""
+        """Whether nobody has one of the slices."""
+        self._longest_s: Seconds = 0.0
+        """Longest time in which the first's standby has acknowledged an event."""
         self._changed = asyncio.Condition()
         self._tasks = BackgroundTasks()
-        self._sent = 0
-        """How many events and requests were sent."""
 
     async def connect(self) -> None:
-        """Connect to all of them.
+        """Connect to all of them, and send each what it lacks.
 
         Raises:
-            ServerLostError: one can't be reached.
+            ServerLostError: nobody who has a slice can be reached.
         """
-        for number, other in enumerate(self._others, 1):
-            address: StreamAddress | None = await other.call("ask", "stream")
-            try:
-                if address is None:
-                    raise OSError("it can't listen")
-                events, words = wire.connect(address, {"first": "events"}), wire.connect(address, {"first": "staged"})
-            except (OSError, EOFError) as error:
-                raise ServerLostError(
-                    f"server {number} can't be reached by the first: {error}; write servers=1, or let the cluster's "
-                    "nodes connect to each other"
-                ) from error
+        results = await asyncio.gather(*(self._connected(member, peer) for member, peer in self._peers.items()))
+        found = dict(zip(self._peers, results, strict=True))
+        for member in sorted(found, key=lambda member: member != FIRSTS_STANDBY):
+            if not isinstance(connections := found[member], str):
+                self._links[member] = connections
+                self._tasks.start(self._listen(member, connections))
+        for member, reason in found.items():
+            if isinstance(reason, str):
+                self._end(member, reason)
+
+    async def _connected(self, member: Member, peer: Peer) -> _Link | str:
+        """Return the connections to one of them, which has all events then, or why there are none."""
+        try:
+            address: StreamAddress | None = await peer.call("ask", "stream")
+            if address is None:
+                raise OSError("it can't listen")
+            # In threads: one may wait for another, in a sum, until that has all events.
+            events = await asyncio.to_thread(wire.connect, address, {"first": "events"})
+            (taken,) = COUNT.unpack(await asyncio.to_thread(wire.read, events, COUNT.size))
             events.settimeout(self._timeout_s)
+            for frame in self._log.after(taken):
+                events.sendall(frame)
+                if member == FIRSTS_STANDBY:
+                    wire.read(events, len(ACKNOWLEDGED))
+            words = await asyncio.to_thread(wire.connect, address, {"first": "staged"})
+            if member == FIRSTS_STANDBY:
+                self._forwarder = SliceForwarder(await asyncio.to_thread(connect_forwarder, address))
             words.setblocking(False)
-            self._events.append(events)
-            self._staged.append({})
-            self._tasks.start(self._listen(number, words))
+        except (OSError, EOFError, PeerError) as error:
+            hint = "write servers=1, or let the cluster's nodes connect to each other"
+            return f"it can't be reached by the first: {error}; {hint}"
+        return _Link(peer, events, words, taken=taken)
+
+    @property
+    def stands(self) -> bool:
+        """Return whether another server has all events, and can take over from the first."""
+        return FIRSTS_STANDBY in self._links
 
     def send(self, event: str, args: Sequence[Any], counts: tuple[int, int]) -> None:
         """Send an event, or a request, that this server takes next itself.
@@ -100,53 +144,80 @@ class OtherServers:
             args: its arguments, but for arrays.
             counts: updates and Δs before it, which all servers must have counted alike.
         """
-        if not self._events:
+        if not self._peers:
             return
-        frame = wire.json_bytes([event, to_json(tuple(args)), counts])
-        self._sent += 1
-        for number, connection in enumerate(self._events, 1):
-            with _lost_with(number, self._timeout_s):
-                connection.sendall(frame)
+        floor = min((link.taken for member, link in self._links.items() if member != FIRSTS_STANDBY), default=0)
+        frame = wire.json_bytes([event, to_json(tuple(args)), counts, floor])
+        self._log.add(frame, floor)
+        for member, link in [*self._links.items()]:
+            with self._ending(member):
+                link.events.sendall(frame)
+                if member == FIRSTS_STANDBY:
+                    self._wait_for_standby(link)
 
-    def summed(self, values: list[float]) -> list[float]:
-        """Return the sums of these numbers and those of all other servers, which are told them."""
-        numbers = struct.Struct(f"<{len(values)}d")
-        total = list(values)
-        for number, connection in enumerate(self._events, 1):
-            with _lost_with(number, self._timeout_s):
-                theirs = numbers.unpack(wire.read(connection, numbers.size))
-            total = [mine + other for mine, other in zip(total, theirs, strict=True)]
-        for number, connection in enumerate(self._events, 1):
-            with _lost_with(number, self._timeout_s):
-                connection.sendall(numbers.pack(*total))
-        return total
+    def _wait_for_standby(self, link: _Link) -> None:
+        """Wait until the first's standby has an event."""
+        began = time.monotonic()
+        link.events.settimeout(self._bound)
+        wire.read(link.events, len(ACKNOWLEDGED))
+        self._longest_s = max(self._longest_s, time.monotonic() - began)
+
+    @property
+    def _bound(self) -> Seconds:
+        """Longest wait for one of two servers with a slice."""
+        return min(self._timeout_s, max(self._suspect_after_s, SILENT_STEPS * self._longest_s))
 
     def packed(self, counts: tuple[int, int]) -> list[Bytes]:
-        """Return what all other servers have, as bytes."""
-        self.send(PACK, (), counts)
-        found = list[Bytes]()
-        for number, connection in enumerate(self._events, 1):
-            with _lost_with(number, self._timeout_s):
-                (size,) = _SIZE.unpack(wire.read(connection, _SIZE.size))
-                found.append(np.empty(size, np.uint8))
-                wire.read_into(connection, found[-1].data)
-        return found
+        """Return what all other servers have of A, its optimizer and the Δs that wait, as bytes."""
+        frame = wire.json_bytes([PACK, [], counts, 0])
+        return [self._packed(number, frame) for number in range(1, 1 + max((m.number for m in self._peers), default=0))]
 
-    async def staged(self, replica: ReplicaId, incarnation: int, attempt: Clock) -> None:
-        """Wait until each server has its slice of a Δ, or the replica is another process."""
-        newest = incarnation, attempt
+    def _packed(self, number: int, frame: bytes) -> Bytes:
+        for member, link in [*self._links.items()]:
+            if member.number == number:
+                with self._ending(member):
+                    link.events.settimeout(self._bound if member.other in self._links else self._timeout_s)
+                    link.events.sendall(frame)
+                    (size,) = COUNT.unpack(wire.read(link.events, COUNT.size))
+                    found = np.empty(size, np.uint8)
+                    wire.read_into(link.events, found.data)
+                    return found
+        raise ServerLostError(f"server {number} died, and its slice of A with it")
 
-        def there() -> bool:
-            return self._broken or all(staged.get(replica, (0, 0)) >= newest for staged in self._staged)
+    async def staged(self, completion: PushCompletion, arrays: Sequence[Bytes]) -> None:
+        """Wait until each server has its slice of a Δ, of which these are the first's, or the replica is replaced."""
+        replica, newest = completion.replica, (completion.incarnation, completion.attempt)
+        if self._forwarder is not None:
+            self._forwarder.send(completion, arrays)
 
-        if not there():
-            async with self._changed:
-                await self._changed.wait_for(there)
+        def lacking() -> list[Member]:
+            links = {} if self._broken else self._links
+            return [member for member, link in links.items() if link.staged.get(replica, (0, 0)) < newest]
+
+        while lacking():
+            try:
+                async with self._changed:
+                    changed = self._changed.wait_for(lambda: not lacking())
+                    await asyncio.wait_for(changed, self._suspect_after_s or None)
+            except TimeoutError:
+                await asyncio.gather(*(self._look_after(member) for member in lacking()))
+
+    async def _look_after(self, member: Member) -> None:
+        """Lose a server that does not answer, if another has its slice."""
+        link = self._links.get(member)
+        if link is None or not (member.number == 0 or member.other in self._links):
+            return
+        try:
+            await asyncio.wait_for(link.peer.call("alive"), self._suspect_after_s)
+        except TimeoutError:
+            await self._lose(member, f"it has not answered for {self._suspect_after_s:.1f} s")
+        except PeerError as error:
+            await self._lose(member, str(error))
 
     async def replaced(self, replica: ReplicaId, incarnation: int) -> None:
         """Wait for no Δ of earlier processes of a replica."""
-        for staged in self._staged:
-            staged[replica] = max(staged.get(replica, (0, 0)), (incarnation, 0))
+        for link in self._links.values():
+            link.staged[replica] = max(link.staged.get(replica, (0, 0)), (incarnation, 0))
         async with self._changed:
             self._changed.notify_all()
 
@@ -158,135 +229,105 @@ class OtherServers:
             state: the slice of this server.
             slices: of all.
         """
-        if not self._others:
+        if len(slices) == 1:
             return state
-        arrays = await self._ask(method, self._sent)
+        arrays = await self._ask(method, len(slices), self._log.count)
         others = (state_of(part.layout, own) for part, own in zip(slices[1:], arrays, strict=True))
         return joined(slices, [state, *others])
 
-    async def optimizer_bytes(self) -> int:
-        """Return the size of the optimizer's state that they have."""
-        return sum(await self._ask("optimizer_bytes"))
+    async def optimizer_bytes(self, slices: int) -> int:
+        """Return the size of the optimizer's state that they have of so many slices."""
+        return sum(await self._ask("optimizer_bytes", slices))
 
-    async def _ask(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of all of them and return the results."""
-        calls = [other.call("ask", method, *args) for other in self._others]
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        for number, result in enumerate(results, 1):
-            if isinstance(result, BaseException):
-                raise ServerLostError(f"server {number} died, and its slice of A with it: {result}") from result
-        return results
+    async def _ask(self, method: str, slices: int, *args: Any) -> list[Any]:
+        """Call a method of one server of each slice, and return the results."""
+        return await asyncio.gather(*(self._ask_one(number, method, args) for number in range(1, slices)))
+
+    async def _ask_one(self, number: int, method: str, args: Sequence[Any]) -> Any:
+        reason = "it is lost"
+        for member, link in [*self._links.items()]:
+            if member.number == number:
+                try:
+                    return await link.peer.call("ask", method, *args)
+                except PeerError as error:
+                    reason = str(error)
+        raise ServerLostError(f"server {number} died, and its slice of A with it: {reason}")
 
     def close(self) -> None:
         """Close the connections."""
         self._tasks.cancel()
-        for connection in self._events:
-            connection.close()
+        for link in self._links.values():
+            link.events.close()
+        if self._forwarder is not None:
+            self._forwarder.close()
 
-    async def _listen(self, number: int, words: socket.socket) -> None:
+    async def _listen(self, member: Member, link: _Link) -> None:
         """Note of which Δs a server has its slice."""
-        with words:
+        with link.words as words:
             try:
                 while True:
-                    replica, incarnation, attempt = _STAGED.unpack(await wire.received(words, _STAGED.size))
-                    if replica == _FAILED:
-                        reason = (await wire.received(words, attempt)).decode()
-                        await self._lose(f"server {number} failed: {reason}")
+                    replica, incarnation, attempt, taken = STAGED.unpack(await wire.received(words, STAGED.size))
+                    if replica == FAILED:
+                        await self._lose(member, _failure(await wire.received(words, attempt)))
                         return
-                    self._staged[number - 1][replica] = incarnation, attempt
+                    link.staged[replica], link.taken = (incarnation, attempt), taken
                     async with self._changed:
                         self._changed.notify_all()
             except (OSError, EOFError) as error:
-                await self._lose(f"server {number} died, and its slice of A with it: {error}")
+                await self._lose(member, str(error))
 
-    async def _lose(self, reason: str) -> None:
-        """Tell that a server is no more; nobody waits for what it has staged."""
-        self._broken = True
-        self.lost(ServerLostError(reason))
+    async def _lose(self, member: Member, reason: str) -> None:
+        """Go on without a server, or tell that nobody has its slice; nobody waits for what it has staged."""
+        with contextlib.suppress(ServerLostError):
+            self._end(member, reason)
         async with self._changed:
             self._changed.notify_all()
 
-
-class FirstServerLink:
-    """Another server's end.
-
-    Args:
-        timeout_s: longest wait for the first server, once an update is under way.
-        take: takes an event or a request, its arguments, and the counts before it.
-    """
-
-    def __init__(self, timeout_s: Seconds, take: Callable[[str, list[Any], tuple[int, int]], None]) -> None:
-        self._timeout_s, self._take = timeout_s, take
-        self._events: socket.socket | None = None
-        self._words: socket.socket | None = None
-
-    async def serve(self, connection: socket.socket, use: str) -> None:
-        """Serve a connection of the first server, until it, or the run, ends."""
-        if use == "staged":
-            connection.settimeout(self._timeout_s)
-            self._words = connection
-            await asyncio.Event().wait()  # it is written to alone
-        self._events = connection
-        while True:
-            event, args, counts = await wire.received_json(connection, LONGEST_EVENT)
-            try:
-                self._take(event, args, tuple(counts))
-            except Exception as error:
-                self._tell_failure(f"{type(error).__name__}: {error}")
-                raise EOFError from error
-
-    def staged(self, replica: ReplicaId, incarnation: int, attempt: Clock) -> None:
-        """Tell that the slice of a Δ is here."""
-        if self._words is not None:
-            self._words.sendall(_STAGED.pack(replica, incarnation, attempt))
-
-    def _tell_failure(self, reason: str) -> None:
-        if self._words is not None:
-            text = reason.encode()
-            with contextlib.suppress(OSError):
-                self._words.sendall(_STAGED.pack(_FAILED, 0, len(text)) + text)
-
-    def summed(self, values: list[float]) -> list[float]:
-        """Return the sums of these numbers and those of all other servers; called within ``take``."""
-        numbers = struct.Struct(f"<{len(values)}d")
-        with self._blocking() as connection:
-            connection.sendall(numbers.pack(*values))
-            return [*numbers.unpack(wire.read(connection, numbers.size))]
-
-    def send_packed(self, packed: Bytes) -> None:
-        """Answer a request for all tensors of the slice; called within ``take``."""
-        with self._blocking() as connection:
-            wire.send_all(connection, [memoryview(_SIZE.pack(packed.nbytes)), packed.data])
-
     @contextlib.contextmanager
-    def _blocking(self) -> Iterator[socket.socket]:
-        assert self._events is not None, "the first server has sent an event"
-        self._events.settimeout(self._timeout_s)
+    def _ending(self, member: Member) -> Any:
+        """Context manager: what goes wrong with a connection means that the server behind it is lost."""
         try:
-            yield self._events
-        finally:
-            self._events.setblocking(False)
+            yield
+        except (OSError, EOFError) as error:
+            late = isinstance(error, TimeoutError) and error.errno is None  # not the kernel's, which has lost the host
+            link = self._links[member]
+            reason = f"it has not answered the first for {link.events.gettimeout():.1f} s" if late else str(error)
+            self._end(member, _told(link.words) or reason)
+
+    def _end(self, member: Member, reason: str) -> None:
+        """Go on without a server.
+
+        Raises:
+            ServerLostError: nobody else has its slice.
+        """
+        link = self._links.pop(member, None)
+        if link is not None:
+            link.events.close()
+        if member == FIRSTS_STANDBY and self._forwarder is not None:
+            self._forwarder.close()
+        if member in self.ended:
+            return
+        self.ended[member] = reason
+        self.changed()
+        if member.number and member.other not in self._links:
+            self._broken = True
+            error = ServerLostError(f"{member.label} died, and its slice of A with it: {reason}")
+            self.lost(error)
+            raise error
 
 
-def event_of_json(event: str, args: Sequence[Any]) -> list[Any]:
-    """Return the arguments of an event whose JSON this is, but for its arrays; raises InputError if it is none."""
-    return [of_json(hint, arg, f"the event {event}") for hint, arg in zip(_hints(event), args, strict=True)]
-
-
-@cache
-def _hints(event: str) -> list[Any]:
-    if event not in EVENTS:
-        raise PacelineError(f"the first server has sent {event!r}, which is no event")
-    hints = get_type_hints(getattr(ServerState, event))
-    return [hint for name, hint in hints.items() if name not in ("arrays", "return")]
-
-
-@contextlib.contextmanager
-def _lost_with(number: int, timeout_s: Seconds) -> Iterator[None]:
-    """Context manager: what goes wrong with a connection means that the server behind it is lost."""
+def _told(words: socket.socket) -> str | None:
+    """Return why a server says that it has failed, in what has come and is not read yet; None: it does not."""
     try:
-        yield
-    except (OSError, EOFError) as error:
-        if isinstance(error, TimeoutError) and error.errno is None:  # not the kernel's, which has lost the other host
-            raise ServerLostError(f"server {number} has not answered the first for {timeout_s:g} s") from error
-        raise ServerLostError(f"server {number} died, and its slice of A with it: {error}") from error
+        come = words.recv(_MOST_WORDS, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except OSError:
+        return None
+    for at in range(0, len(come) - STAGED.size + 1, STAGED.size):
+        replica, _, size, _ = STAGED.unpack_from(come, at)
+        if replica == FAILED:
+            return _failure(come[at + STAGED.size :][:size])
+    return None
+
+
+def _failure(text: bytes) -> str:
+    return f"it failed: {text.decode(errors='replace')}"

@@ -157,6 +157,46 @@ class PushListener:
             await loop.sock_sendall(connection, array.data)
 
 
+class SliceForwarder:
+    """The end of a server that sends its slices of Δs on to its standby, which does not share its memory.
+
+    Args:
+        connection: to the standby, :func:`connect_forwarder`.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._queue: asyncio.Queue[tuple[PushCompletion, Sequence[Bytes]]] = asyncio.Queue()
+        self._sending = asyncio.ensure_future(self._send_all(connection))
+
+    def send(self, completion: PushCompletion, arrays: Sequence[Bytes]) -> None:
+        """Send one; do nothing where the standby is no more, of which the first server is told."""
+        if not self._sending.done():
+            self._queue.put_nowait((completion, arrays))
+
+    def close(self) -> None:
+        """Send nothing any more."""
+        self._sending.cancel()
+
+    async def _send_all(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with connection, contextlib.suppress(OSError, EOFError):
+            while True:
+                completion, arrays = await self._queue.get()
+                *fields, figures, own_bytes = completion
+                await loop.sock_sendall(connection, _COMPLETION.pack(*fields, *figures, own_bytes, True))
+                for array in arrays:
+                    await loop.sock_sendall(connection, array.data)
+                await wire.received(connection, _GRANT.size)
+
+
+def connect_forwarder(address: StreamAddress) -> socket.socket:
+    """Connect to the standby of a server; raises OSError and EOFError as :class:`PushStream` does."""
+    connection = wire.connect(address, {"forward": True})
+    wire.read(connection, 1)  # that it shares no memory
+    connection.setblocking(False)
+    return connection
+
+
 class PushStream:
     """The replica's end.
 

@@ -1,15 +1,17 @@
 """What hosts a server, or its standby, which may become the server, in whatever process."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.engine.base import Job
 from paceline.engine.server import messages
 from paceline.engine.server.event_log import Batch, Follower
 from paceline.engine.server.executor import ServerShare
+from paceline.engine.server.messages import Member
 from paceline.engine.server.other_servers import OtherServers
 from paceline.engine.server.peer import Notified, Peer
+from paceline.engine.server.server_mesh import ServerMesh, introduce
 from paceline.engine.server.server_run import ServerRun
 from paceline.engine.server.server_state import ServerState
 from paceline.engine.server.slice_run import SliceRun
@@ -27,6 +29,9 @@ class ServerHost:
         self._job: Job | None = None
         self._run: ServerRun | SliceRun | None = None
         self._follower: Follower | None = None
+        self._mesh: ServerMesh | None = None
+        self._stood: SliceRun | None = None
+        """What the standby of a first server was, before it took over."""
         self._installed = asyncio.Event()
         """Set once the copy is there."""
 
@@ -36,7 +41,7 @@ class ServerHost:
         self._installed = asyncio.Event()
 
     async def open(
-        self, number: int, replicas: Sequence[Notified], scorer: Peer | None, others: Sequence[Peer] = ()
+        self, number: int, replicas: Sequence[Notified], scorer: Peer | None, peers: Mapping[Member, Peer] | None = None
     ) -> None:
         """Begin to serve the run.
 
@@ -44,20 +49,25 @@ class ServerHost:
             number: of the run.
             replicas: those that take part at first.
             scorer: the evaluator; None: the server evaluates by itself.
-            others: the other servers, which are prepared; each has a slice of A.
+            peers: the other servers, each of which has a slice of A, and the standbys of all, which are prepared.
         """
-        job = self._prepared
+        job, peers = self._prepared, peers or {}
         first = len(replicas) if job.strategy.elastic else None
-        servers = OtherServers(others, job.timeout_s)
-        state = ServerState(job, replicas=first, share=ServerShare(1 + len(others), 0, servers.summed))
-        for place, other in enumerate(others, 1):
-            await other.call("open_slice", 1 + len(others), place, first, state.executor.packed_slice(place))
-        await servers.connect()
-        self._run = ServerRun(job, number, state, replicas, scorer, servers, self._address)
+        servers = 1 + max((member.number for member in peers), default=0)
+        self._mesh = mesh = ServerMesh(servers, Member(0), job.timeout_s)
+        state = ServerState(job, replicas=first, share=ServerShare(servers, 0, mesh.summed))
+        for member, peer in sorted(peers.items()):
+            await peer.call("open_slice", servers, member, first, state.executor.packed_slice(member.number))
+        await introduce(mesh, peers)
+        others = OtherServers(peers, job.timeout_s, job.suspect_after_s)
+        await others.connect()
+        self._run = ServerRun(job, number, state, replicas, scorer, others, self._address)
 
-    async def open_slice(self, servers: int, number: int, replicas: int | None, packed: messages.Bytes | None) -> None:
+    async def open_slice(
+        self, servers: int, member: Member, replicas: int | None, packed: messages.Bytes | None
+    ) -> None:
         """Begin to have a slice of A in the run; arguments as of :class:`SliceRun`."""
-        self._run = SliceRun(self._prepared, servers, number, replicas, packed, self._address)
+        self._run = SliceRun(self._prepared, servers, member, replicas, packed, self._address)
 
     @property
     def _prepared(self) -> Job:
@@ -83,12 +93,19 @@ class ServerHost:
         assert self._follower is not None, "the run has ended"
         self._follower.follow(batch, arrays)
 
-    async def take_over(self, replicas: Sequence[Notified], scorer: Peer) -> tuple[int, int]:
-        """Become the server; return the numbers of updates and of Δs."""
-        job = self._prepared
-        assert self._follower is not None, "no copy has come"
-        state, alone = self._follower.promote(), OtherServers((), job.timeout_s)
-        self._run = run = ServerRun(job, self._follower.run, state, replicas, scorer, alone, self._address)
+    async def take_over(
+        self, number: int, replicas: Sequence[Notified], scorer: Peer, peers: Mapping[Member, Peer] | None = None
+    ) -> tuple[int, int]:
+        """Become the first server of a run; return the numbers of updates and of Δs; arguments as of ``open``."""
+        job, stood = self._prepared, self._run
+        if isinstance(stood, SliceRun):
+            others = OtherServers(peers or {}, job.timeout_s, job.suspect_after_s, stood.take_over())
+            await others.connect()
+            self._stood, state = stood, await stood.promote()
+        else:
+            assert self._follower is not None, "no copy has come"
+            others, state = OtherServers({}, job.timeout_s), self._follower.promote()
+        self._run = run = ServerRun(job, number, state, replicas, scorer, others, self._address)
         run.take_over()
         return state.counts()
 
@@ -98,5 +115,8 @@ class ServerHost:
             self._run.close()
         elif self._follower is not None:
             self._follower.state.executor.spans.close()
-        self._run = self._follower = self._job = None
+        for what in (self._stood, self._mesh):
+            if what is not None:
+                what.close()
+        self._run = self._follower = self._job = self._stood = self._mesh = None
         self._installed.set()  # nobody waits for a copy any more

@@ -31,13 +31,13 @@ class ServerLink:
     """The way of one replica to one server.
 
     Args:
-        run: number of the run.
         server: whom to call.
         patience_s: longest wait for a standby to take over, where there is one; 0: there is none.
+        alone: whether it is the only server, which sends its standby what it is sent.
     """
 
-    def __init__(self, run: int, server: Peer | None, patience_s: Seconds) -> None:
-        self._run, self.server, self._patience_s = run, server, patience_s
+    def __init__(self, server: Peer | None, patience_s: Seconds, *, alone: bool = True) -> None:
+        self.server, self._patience_s, self._alone = server, patience_s, alone
         self._changed = threading.Condition()
         self._stream: PushStream | None = None
         self._tries = MOST_STREAMS
@@ -54,14 +54,18 @@ class ServerLink:
         """Return whether a standby may take over."""
         return self._patience_s > 0
 
-    def turn_to(self, run: int, server: Peer | None) -> None:
-        """Call another server from now on; called by another thread, for another run in vain."""
-        if run == self._run:
-            with self._changed:
-                self.server, self._tries = server, MOST_STREAMS
-                self._changed.notify_all()
-                if self._stream is not None:
-                    self._stream.break_off()
+    @property
+    def shares_references(self) -> bool:
+        """Return whether references of large arrays go to the server, which shares them with its standby."""
+        return self.has_standby and self._alone
+
+    def turn_to(self, server: Peer) -> None:
+        """Call another server from now on; called by another thread."""
+        with self._changed:
+            self.server, self._tries = server, MOST_STREAMS
+            self._changed.notify_all()
+            if self._stream is not None:
+                self._stream.break_off()
 
     def stream(self, buffers: PushBuffers, part: FlatSlice) -> PushStream | None:
         """Return the stream to the server, which has this slice; a new one where it has broken; None: there is none."""
@@ -175,7 +179,7 @@ class PendingPush:
     def _push(self) -> PushStream | PendingCall:
         """Push; return that by which the grant will come."""
         arrays = [] if self._cancelled else self._part.cut_bytes(self._buffers.arrays(self._completion))
-        if self._link.has_standby and any(array.nbytes > INLINE_BYTES for array in arrays):
+        if self._link.shares_references and any(array.nbytes > INLINE_BYTES for array in arrays):
             refs = self._link.reached.put(arrays)  # once, for the server and its standby
             return self._link.begin("push", self._completion, refs, *(refs or arrays))
         while (stream := self._link.stream(self._buffers, self._part)) is not None:
@@ -197,8 +201,9 @@ class ServerLinks:
     """
 
     def __init__(self, run: int, servers: Sequence[Peer], patience_s: Seconds) -> None:
-        self._each = [ServerLink(run, server, patience_s) for server in servers]
-        self.first = self._each[0]
+        self.run = run
+        self.each = [ServerLink(server, patience_s, alone=len(servers) == 1) for server in servers]
+        self.first = self.each[0]
         """To the server that decides."""
         self.count = len(servers)
         self._threads = ThreadPoolExecutor(len(servers)) if len(servers) > 1 else None
@@ -220,11 +225,11 @@ class ServerLinks:
                 encoded = codec.encode(part.of(buffers.delta).parameters)
             return PendingPush(link, part, completion, buffers, encoded, cancelled=cancelled)
 
-        return [*self._map(push, self._each, slices, codecs)]
+        return [*self._map(push, self.each, slices, codecs)]
 
     def begin_all(self, method: str, *args: Any) -> list[PendingCall]:
         """Begin a call of each server."""
-        return [link.begin(method, *args) for link in self._each]
+        return [link.begin(method, *args) for link in self.each]
 
     def results(self, pending: Sequence[PendingPush | PendingCall]) -> list[messages.Reply]:
         """Wait for the reply of each server, of all at the same time."""
@@ -232,12 +237,12 @@ class ServerLinks:
 
     def break_off(self) -> None:
         """Have whoever waits for any of them be told that it is lost; called in another thread."""
-        for link in self._each:
+        for link in self.each:
             link.break_off()
 
     def close(self) -> None:
         """Close the streams."""
-        for link in self._each:
+        for link in self.each:
             link.drop_stream()
         if self._threads is not None:
             self._threads.shutdown(wait=False)

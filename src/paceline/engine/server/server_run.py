@@ -38,8 +38,9 @@ from paceline.engine.run_context import threads
 from paceline.engine.server import messages
 from paceline.engine.server.evaluation import ServerEvaluation
 from paceline.engine.server.event_log import EventLog
+from paceline.engine.server.first_server_link import OBSERVE
 from paceline.engine.server.late_replicas import LateReplicas
-from paceline.engine.server.other_servers import OBSERVE, OtherServers
+from paceline.engine.server.other_servers import OtherServers
 from paceline.engine.server.peer import Notified, Peer
 from paceline.engine.server.push_stream import PushListener
 from paceline.engine.server.replies import Replies
@@ -92,7 +93,7 @@ class ServerRun:
         self._tasks = BackgroundTasks()
         self._task: asyncio.Task[None] | None = None
         executor.cancelled = self._cancel
-        others.lost = run.fail
+        others.lost, others.changed = run.fail, run.changed.set
 
     def take_over(self) -> None:
         """Go on where the server stopped of which this was the standby."""
@@ -168,8 +169,8 @@ class ServerRun:
             self._evaluation.evaluated.clear()
             await self._evaluation.evaluated.wait()
         self._late.held_back.discard(replica)
-        if arrays:
-            await self._others.staged(replica, incarnation, attempt)
+        if arrays and state.takes(replica, incarnation, attempt):
+            await self._others.staged(completion, arrays)
         if state.takes(replica, incarnation, attempt):
             with run.guarded():
                 self._take(completion, refs, arrays, lent=lent)
@@ -261,7 +262,7 @@ class ServerRun:
         waiting, progress = state.building, state.progress(phase, run.now())
         suspects, sentences = self._late.suspects, tuple(self._sentences[known:])
         await self._log.settled(for_main=True)
-        return messages.RunStatus(phase, progress, run.failure, waiting, sentences, suspects)
+        return messages.RunStatus(phase, progress, run.failure, waiting, sentences, suspects, dict(self._others.ended))
 
     async def save_end(self, known: int) -> tuple[str, ...]:
         """Save the run as it is now, for a worker has failed; return the sentences that main does not know."""
@@ -277,7 +278,9 @@ class ServerRun:
         loop.ended_late(late, self._run.now())
         records = sorted(loop.history.records, key=lambda record: record.time_s)
         whole = await self._others.joined("newest", state.executor.owner.state, state.executor.slices)
-        optimizer_bytes = state.executor.owner.flat_optimizer.nbytes + await self._others.optimizer_bytes()
+        optimizer_bytes = state.executor.owner.flat_optimizer.nbytes + await self._others.optimizer_bytes(
+            len(state.executor.slices)
+        )
         notes = {"threads": threads(self._job.strategy), "server_optimizer_bytes": optimizer_bytes}
         account = state.account(self._checkpointer.notes() | self._late.pace.notes() | notes, signal)
         arrays, spans = messages.arrays_of(whole), state.executor.spans.read()

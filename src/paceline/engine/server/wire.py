@@ -190,12 +190,23 @@ def json_bytes(value: Any) -> bytes:
     return _LENGTH.pack(len(content)) + content
 
 
-async def received_json(connection: socket.socket, longest: int) -> Any:
-    """Return the next JSON; raises EOFError if it is longer."""
-    (length,) = _LENGTH.unpack(await received(connection, _LENGTH.size))
+async def received_frame(connection: socket.socket, longest: int) -> bytes:
+    """Return the next JSON with its length before it; raises EOFError if it is longer."""
+    head = await received(connection, _LENGTH.size)
+    (length,) = _LENGTH.unpack(head)
     if length > longest:
         raise EOFError(f"the other end has sent JSON of {length} bytes")
-    return json.loads(await received(connection, length))
+    return head + await received(connection, length)
+
+
+def json_of(frame: bytes) -> Any:
+    """Return the value that is in a frame."""
+    return json.loads(frame[_LENGTH.size :])
+
+
+async def received_json(connection: socket.socket, longest: int) -> Any:
+    """Return the next JSON; raises EOFError if it is longer."""
+    return json_of(await received_frame(connection, longest))
 
 
 async def receive(connection: socket.socket, view: memoryview) -> None:
