@@ -27,9 +27,12 @@ def told(folder: Path, strategy: str, lost: str, **options: Any) -> dict[str, An
 
 
 def test_replicas_span_hosts_and_a_lost_host_takes_its_own_alone(tmp_path: Path) -> None:
-    """Each host has one core, so the replicas are on hosts 0 and 1, 2 and 0, and 1 and 2."""
+    """Each host has one core, so the replicas are on hosts 0 and 1, 2 and 0, and 1 and 2; host 2 has a server, too.
+
+    Its standby is on host 0, and host 2 has that of server 1.
+    """
     whole = "replicas=3 servers=2 stages=2 micro_batches=2"
-    run = told(tmp_path, "replicas=3 servers=2 shards=2 aggregation=asynchronous", "2", whole=whole)
+    run = told(tmp_path, "replicas=3 servers=3 standby=1 shards=2 aggregation=asynchronous", "2", whole=whole)
     assert "failed" not in run, run
     assert run["same"] is True
     assert run["updates"] >= 9
