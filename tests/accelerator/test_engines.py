@@ -17,10 +17,7 @@ from tests.engine.distributed_cases import ended, kept, torchrun
 SCRIPT = Path(__file__).with_name("engines_script.py")
 
 SMALL_BYTES = 64
-"""Of a step's loss, whether Δ is finite, and its norm where that is clipped, 8 for each; and of ranks' numbers."""
-
-STATUS_BYTES = 72
-"""Of what each rank tells the others with its Δ: nine numbers."""
+"""Of a step's loss, whether Δ is finite and, where workers have parts of it that is clipped, its norm: 8 for each."""
 
 ROUNDING = 1e-15
 """The norm of a Δ whose elements several workers have is a sum of theirs, which may end in another last digit."""
@@ -58,9 +55,8 @@ def test_several_processes(play: ranks.Play, tmp_path: Path, target: Target, siz
             bound = max(target.bound(name.partition(" ")[0]), ROUNDING if "clipped" in name else 0.0)
             assert difference <= bound, (name, difference)
             if backend == OWN:
-                small = SMALL_BYTES + STATUS_BYTES * size
-                assert to_host <= small, (name, to_host)
-                assert to_device <= BATCH_BYTES + small, (name, to_device)
+                assert to_host <= SMALL_BYTES, (name, to_host)
+                assert to_device <= BATCH_BYTES + SMALL_BYTES, (name, to_device)
 
 
 def test_worker_processes(session_fork_server: ForkServer, target: Target) -> None:
