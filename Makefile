@@ -1,4 +1,4 @@
-# Three commands matter: `make demo`, `make test` and `make test-all`. They need only python3 (3.11 or later, with venv) and pip.
+# Three commands matter: `make demo`, `make test` and `make test-all`; on a GPU, `make test-gpu`. They need only python3 (3.11 or later, with venv) and pip.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
@@ -8,7 +8,7 @@ DEMO := runs/demo
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: test test-all check demo venv
+.PHONY: test test-all test-gpu check demo venv
 
 # What every change has to pass.
 test: venv
@@ -17,6 +17,12 @@ test: venv
 # Besides, what takes longer: tests/thorough.py says which tests these are, and why.
 test-all: test
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m thorough
+
+# Parity, copies and memory on this host's accelerator; says so and ends well where there is none. It installs nothing:
+# without .venv python3 has to have torch and pytest. ARGS="-k one_process" runs a part.
+test-gpu:
+	PYTHONPATH=src:. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m pytest -W default -rs --durations=0 \
+	  --durations-min=1 --device auto tests/accelerator/test_engines.py $(ARGS)
 
 # The quick ones first.
 check:

@@ -3,6 +3,7 @@
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from paceline import InputError, Program, Run, train
 from paceline.aggregation import Aggregation, registered
+from tests.accelerator.target import Target
 
 STEPS = 4
 
@@ -87,14 +89,19 @@ def cells(engine: str, forms: Iterable[str] = tuple(FORMS)) -> list[Cell]:
     return [Cell(policy, form, engine) for form in forms for policy in policies()]
 
 
-def tried(cell: Cell, engine: Any) -> str:
-    """Nothing where it ran and ended as one process does, or why it was refused.
+def tried(cell: Cell, engine: Any, target: Target | None = None) -> str:
+    """Nothing where it ran and ended as one process on the CPU does, or why it was refused.
+
+    Args:
+        cell: what is tried.
+        engine: a name, or an engine.
+        target: computes; None: the CPU does.
 
     Raises:
         AssertionError: it ended elsewhere.
     """
     try:
-        run = _run(f"{FORMS[cell.form]} aggregation={cell.policy}{OPTIONS.get(cell.policy, '')}", engine)
+        run = _run(f"{FORMS[cell.form]} aggregation={cell.policy}{OPTIONS.get(cell.policy, '')}", engine, target)
     except InputError as error:
         return _reason(str(error))
     expected = oracle(cell.policy)
@@ -117,8 +124,11 @@ def oracle(policy: str) -> Mapping[str, Tensor]:
     return dict(_run(f"aggregation={policy}{OPTIONS[policy]}" if own else "", "virtual").state)
 
 
-def _run(strategy: str, engine: Any) -> Run:
-    return train(program(), f"replicas=1 {strategy}", engine=engine, steps=STEPS, evaluate_every=STEPS, progress=False)
+def _run(strategy: str, engine: Any, target: Target | None = None) -> Run:
+    made, words = program(), f"replicas=1 {strategy}"
+    if target is not None:
+        made, words = replace(made, model=target.model(made.model)), f"{words} device={target.kind}"
+    return train(made, words, engine=engine, steps=STEPS, evaluate_every=STEPS, progress=False)
 
 
 def _reason(text: str) -> str:

@@ -28,6 +28,16 @@ PRELOADED = (*dict.fromkeys((*WITH_OPTIMIZERS, *SPMD, *GROUPS, *PRELOAD)), "test
 """For runs of all kinds."""
 
 
+def preloaded(config: pytest.Config) -> tuple[str, ...]:
+    """Return what the tests' fork server imports: with ``--device`` the engines, without models of other packages."""
+    return PRELOADED if config.getoption("--device") == "sim" else PRELOADED[:-1]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let the tests of tests/accelerator run on a device of this host."""
+    parser.addoption("--device", default="sim", help="sim, the simulated accelerator; a type of device; or auto")
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is left to `make test-all`, and order the files."""
@@ -49,17 +59,17 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def engine() -> Iterator[LocalEngine]:
+def engine(request: pytest.FixtureRequest) -> Iterator[LocalEngine]:
     """Shared by tests that leave it running: a run costs a tenth of a second, what its workers import some six."""
     with LocalEngine() as carrier:
-        carrier._fork_server_with(PRELOADED)
+        carrier._fork_server_with(preloaded(request.config))
         yield carrier
 
 
 @pytest.fixture(scope="session")
-def session_fork_server(engine: LocalEngine) -> ForkServer:
+def session_fork_server(engine: LocalEngine, request: pytest.FixtureRequest) -> ForkServer:
     """The engine's."""
-    return engine._fork_server_with(PRELOADED)
+    return engine._fork_server_with(preloaded(request.config))
 
 
 @pytest.fixture

@@ -19,6 +19,8 @@ AUTO, CPU = "auto", torch.device("cpu")
 # Types whose copies from pinned memory go on while the host does something else.
 PINNED = ("cuda", "xpu")
 
+WITHOUT_FLOAT64 = ("mps",)
+
 
 def accelerator() -> str | None:
     """Return the type of this host's accelerator; None: torch sees none."""

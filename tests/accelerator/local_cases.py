@@ -1,16 +1,15 @@
-"""Runs of worker processes, each of which has the simulated accelerator since it loads a module that installs it."""
+"""Runs of worker processes, each of which has the accelerator since it is given a model of that device."""
 
 import functools
+from collections.abc import Mapping
 
-from torch import nn
 from torch.optim import SGD
 
-from paceline import train
+from paceline import Run, train
+from paceline.engine.base import Engine
 from paceline.engine.local.engine import LocalEngine
-from tests.accelerator import python_device
+from tests.accelerator.target import Target
 from tests.engine import programs
-
-assert python_device.NAME == "sim"
 
 STRATEGIES = (
     *("replicas=2", "aggregation=asynchronous"),
@@ -19,20 +18,18 @@ STRATEGIES = (
 """Of which the bits do not depend on which replica is the first."""
 
 
-def mlp() -> nn.Module:
-    return programs.mlp()
-
-
-def differences() -> dict[str, float]:
+def differences(on: Mapping[str, str]) -> dict[str, float]:
     """Return how far the parameters are from the CPU's, by strategy."""
-    optimizer = functools.partial(SGD, lr=0.1, momentum=0.9)
-    on = {"cpu": programs.program(optimizer=optimizer), "sim": programs.program(model=mlp, optimizer=optimizer)}
+    target = Target(**on)
+
+    def trained(strategy: str, kind: str, engine: Engine) -> Run:
+        model = programs.mlp if kind == "cpu" else target.model(programs.mlp)
+        program = programs.program(model=model, optimizer=functools.partial(SGD, lr=0.1, momentum=0.9))
+        return train(program, f"{strategy} device={kind}", engine=engine, steps=6, progress=False)
+
     found = dict[str, float]()
     with LocalEngine() as engine:
         for strategy in STRATEGIES:
-            one, other = (
-                train(program, f"{strategy} device={device}", engine=engine, steps=6, progress=False)
-                for device, program in on.items()
-            )
+            one, other = (trained(strategy, kind, engine) for kind in ("cpu", target.kind))
             found[strategy] = max(float((one.state[name] - other.state[name]).abs().max()) for name in one.state)
     return found

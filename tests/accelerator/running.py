@@ -37,23 +37,31 @@ WITHIN_S = 240.0
 """Half a minute of which one may take that builds a device."""
 
 
-def run(fork_server: ForkServer, target: str, *, device: str = PYTHON, **arguments: Any) -> Any:
+def run(
+    fork_server: ForkServer, target: str, *, device: str = PYTHON, within_s: float = WITHIN_S, **arguments: Any
+) -> Any:
     """Call a function in a process of its own that has imported the device; return what it returned.
 
     Args:
         fork_server: forks it.
         target: "package.module:function".
         device: module that installs the device.
+        within_s: when the process has to have ended.
         arguments: for the function, and like its result what JSON can carry.
 
     Raises:
         AssertionError: it raised, with its traceback; or its process has died, or not ended in time.
     """
-    return run_all(fork_server, target, [arguments], device=device)[0]
+    return run_all(fork_server, target, [arguments], device=device, within_s=within_s)[0]
 
 
 def run_all(
-    fork_server: ForkServer, target: str, calls: Sequence[Mapping[str, Any]], *, device: str = PYTHON
+    fork_server: ForkServer,
+    target: str,
+    calls: Sequence[Mapping[str, Any]],
+    *,
+    device: str = PYTHON,
+    within_s: float = WITHIN_S,
 ) -> list[Any]:
     """As :func:`run`, in as many processes at once as there are calls; the first that fails ends all."""
     with contextlib.ExitStack() as stack:
@@ -63,7 +71,7 @@ def run_all(
             children.append(fork_server.spawn("tests.accelerator.running:child", about, [out.fileno()]))
             stack.callback(fork_server.forget, children[-1])
         results: list[Any] = [None] * len(calls)
-        for number in _ended(children, target):
+        for number in _ended(children, target, within_s):
             outs[number].seek(0)
             told = outs[number].read()
             assert told, f"{target}: process {number}: {fork_server.status(children[number].pid)}"
@@ -73,15 +81,15 @@ def run_all(
         return results
 
 
-def _ended(children: Sequence[ProcessHandle], target: str) -> Iterator[int]:
+def _ended(children: Sequence[ProcessHandle], target: str, within_s: float) -> Iterator[int]:
     """Yield the number of each process as it ends; AssertionError: one has not in time."""
-    deadline = time.monotonic() + WITHIN_S
+    deadline = time.monotonic() + within_s
     with selectors.DefaultSelector() as living:
         for number, handle in enumerate(children):
             living.register(handle.pidfd, selectors.EVENT_READ, number)
         while living.get_map():
             ended = living.select(deadline - time.monotonic())
-            assert ended, f"{target}: not ended after {WITHIN_S:g} s"
+            assert ended, f"{target}: not ended after {within_s:g} s"
             for key, _ in ended:
                 living.unregister(key.fd)
                 yield key.data

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.accelerator.model_cases import inputs, mlp
+from paceline.replica.gradient_clipping import clip
+from tests.accelerator.model_cases import assert_same, inputs, mlp
 from tests.accelerator.operation_cases import CPU, SIM, numbers
 
 
@@ -68,6 +69,25 @@ def a_step_copies_nothing() -> None:
             assert torch.sim.copies == type(torch.sim.copies)(), torch.sim.copies
 
 
+def clipping_copies_nothing() -> None:
+    """Norms and the scale stay on the device, and have the host's bits; of half precision the norm is copied."""
+    for bound in (0.5, 100.0):
+        for dtypes, copied in (
+            ((torch.float64,), 0),
+            ((torch.float32,), 0),
+            ((torch.float32, torch.float64), 0),
+            ((torch.bfloat16,), 2),
+        ):
+            on_cpu = [inputs("vectors").to(dtype) for dtype in dtypes]
+            on_device = [vector.to(SIM) for vector in on_cpu]
+            torch.sim.copies.reset()
+            clip(on_device, bound)
+            assert torch.sim.copies.to_host_bytes == copied, (dtypes, torch.sim.copies)
+            assert torch.sim.copies.to_device_bytes == 0, (dtypes, torch.sim.copies)
+            clip(on_cpu, bound)
+            assert_same(on_cpu, on_device)
+
+
 def refusals() -> None:
     """Operands on two devices, as by CUDA."""
     x, host = numbers(SIM), numbers(CPU)
@@ -104,4 +124,4 @@ def _refused(function: Callable[[], Any]) -> bool:
     return False
 
 
-CASES = [counted, a_step_copies_nothing, refusals]
+CASES = [counted, a_step_copies_nothing, clipping_copies_nothing, refusals]

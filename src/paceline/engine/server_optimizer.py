@@ -23,7 +23,7 @@ from paceline.program import Program
 from paceline.replica.flat_optimizer import FlatOptimizer
 from paceline.replica.flat_slices import FlatSlice, slices_of
 from paceline.replica.flat_state import FlatLayout, FlatState
-from paceline.replica.gradient_clipping import clip_by_square, square_norm
+from paceline.replica.gradient_clipping import clip, clip_by_square, square_norm
 from paceline.replica.noise_estimator import NoiseEstimator, Preconditioner
 from paceline.replica.optimizer_kernels import StepKernel
 from paceline.replica.optimizer_state import describe_whole, whole_chunks
@@ -148,7 +148,9 @@ class ServerOptimizer:
             self._combine(deltas, destination, slices)
             if self._noise is not None:
                 self._noise.combined(self.combined)
-            if self.clip_norm is not None:
+            if self.clip_norm is not None and self.part is None:
+                clip(self.combined, self.clip_norm)
+            elif self.clip_norm is not None:
                 [square] = self.summed([square_norm(self.combined)])
                 clip_by_square(self.combined, square, self.clip_norm)
             if self._moves:

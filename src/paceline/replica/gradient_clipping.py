@@ -1,7 +1,8 @@
 """Gradients are clipped by the norm of all parameters.
 
-Where one process has all of them, :func:`clip` does it. Where they are sharded, each rank adds up ``square_norm`` of
-what it has, the squares are all-reduced, and all ranks scale by ``clip_scale`` of the sum (:func:`clip_by_square`).
+Where one process has all of them, :func:`clip` does it, on a device without waiting for it. Where they are sharded,
+each rank adds up ``square_norm`` of what it has, the squares are all-reduced, and all ranks scale by ``clip_scale`` of
+the sum (:func:`clip_by_square`).
 """
 
 import math
@@ -9,6 +10,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+
+from paceline.device import CPU, WITHOUT_FLOAT64
 
 
 def square_norm(vectors: Iterable[Tensor]) -> float:
@@ -33,5 +36,22 @@ def clip_by_square(vectors: list[Tensor], square: float, bound: float) -> None:
 
 
 def clip(vectors: list[Tensor], bound: float) -> None:
-    """Scale the vectors in place so that their norm is at most ``bound``."""
-    clip_by_square(vectors, square_norm(vectors), bound)
+    """Scale the vectors in place so that their norm is at most ``bound``.
+
+    On a device that has float64 the scale is computed there, as the host does it, and the host does not wait; but for
+    half precision, to which a scale on the device would be rounded.
+    """
+    if not vectors or any(not keeps_scale(v) for v in vectors):
+        clip_by_square(vectors, square_norm(vectors), bound)
+        return
+    squares = [torch.linalg.vector_norm(v).double().square() for v in vectors]
+    square = squares[0] if len(squares) == 1 else torch.stack(squares).sum()
+    # A quotient of two tensors: torch multiplies a number by the reciprocal.
+    scale = (torch.full_like(square, bound) / (square.sqrt() + 1e-6)).clamp(max=1.0)
+    for vector in vectors:
+        vector.mul_(scale)
+
+
+def keeps_scale(vector: Tensor) -> bool:
+    """Return whether a vector is on a device that multiplies it by a number of float64 of its own."""
+    return vector.device.type not in (CPU.type, *WITHOUT_FLOAT64) and vector.dtype.itemsize >= 4

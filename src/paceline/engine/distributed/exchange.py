@@ -109,7 +109,8 @@ class GradientSync:
     def exchange(self, status: RankStatus, step: Clock, version: Version = 0) -> list[RankStatus]:
         """Return one status of each replica; contributions are then summed where they have to be, or being summed."""
         own, norms = self.contribution or self.buffer, status.norm is not None
-        table = own.table.zero_()
+        table = own.table
+        own.clear_rows()
         own.set_counters(self.rank)
         if self.communicator is None:
             return [status]
@@ -171,7 +172,7 @@ class ModelParallelSync:
     def exchange(self, status: RankStatus, step: Clock, version: Version = 0) -> list[RankStatus]:
         """Return one status of each replica; Δ is then summed among the peers."""
         # Δ first: the norm in the statuses is that of the sum over replicas.
-        self._buffer.table.zero_()
+        self._buffer.clear_rows()
         if self._contributes:
             self._buffer.set_counters(self._replica)
         else:

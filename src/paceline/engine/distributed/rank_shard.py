@@ -249,7 +249,7 @@ class ModelParallelShard(RankShard):
         sync = ModelParallelSync(
             setup,
             buffer,
-            buffer.vectors,
+            buffer.own_vectors,
             clipped,
             peers,
             combined=combined,

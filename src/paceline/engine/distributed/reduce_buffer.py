@@ -2,10 +2,11 @@
 
 Δ, the running buffers and a table with a status row for each rank are one vector for each dtype::
 
-    float32 vector   | parameters ................ | running buffers ... | status of all ranks |
+    float32 vector   | parameters ................ | running buffers ... | status and counters of all ranks |
                        ^ Δ is written here           ^ and here            ^ each rank fills its own row
 
 Each rank leaves the rows of the others zero, so one all-reduce sums Δ and spreads all statuses (``rank_status.py``).
+Where Δ is on a device, statuses are a vector of their own in the host's memory, so that they never cross.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from paceline.device import CPU
 from paceline.engine.distributed.rank_status import BITS, DIGITS, FIELDS, MASK, NORMS
 from paceline.replica.flat_state import FlatLayout, FlatState
 
@@ -33,6 +35,8 @@ class ReduceBuffer:
         self._layout, self._ranks, self._device, self._norms = layout, ranks, device, norms
         self.vectors: list[Tensor] = []
         """The buffer: reduced whole where Δ is summed in it."""
+        self.own_vectors: list[Tensor] = []
+        """Without the table of statuses, where that is a vector of its own."""
         self.renew()
 
     def renew(self) -> None:
@@ -47,15 +51,21 @@ class ReduceBuffer:
             sizes[block.dtype] = starts[-1] + block.elements
         table_dtype = next((dtype for dtype in (torch.float64, torch.float32) if dtype in sizes), torch.float64)
         table_start = sizes.get(table_dtype, 0)
-        counters = sum(b.elements for b in layout.buffers if not b.dtype.is_floating_point)
-        self._fields = FIELDS + NORMS * norms
-        width = self._fields + DIGITS * counters
-        sizes[table_dtype] = table_start + ranks * width
-        vectors = {dtype: torch.zeros(size, dtype=dtype, device=self._device) for dtype, size in sizes.items()}
-        self.vectors[:] = vectors.values()
+        counters = DIGITS * sum(b.elements for b in layout.buffers if not b.dtype.is_floating_point)
+        fields = FIELDS + NORMS * norms
+        apart = self._device not in (None, CPU)
+        counters_start = table_start + (0 if apart else ranks * fields)
+        sizes[table_dtype] = counters_start + ranks * counters
+        vectors = {dtype: torch.zeros(size, dtype=dtype, device=self._device) for dtype, size in sizes.items() if size}
+        tables = [torch.zeros(ranks * fields, dtype=table_dtype)] if apart else []
+        self.own_vectors[:] = vectors.values()
+        self.vectors[:] = [*self.own_vectors, *tables]
         self.nbytes = sum(v.nbytes for v in self.vectors)
-        self.table = vectors[table_dtype][table_start:].view(ranks, width)
-        """A row for each rank: its status, and its integer buffers (counters) as digits."""
+        table = tables[0] if apart else vectors[table_dtype][table_start:counters_start]
+        self.table = table.view(ranks, fields)
+        """The status of each rank, a row each."""
+        self._digits = vectors[table_dtype][counters_start:].view(ranks, counters) if counters else None
+        """The integer buffers (counters) of each rank as digits, a row each; None: there are none."""
 
         self._sums = [vectors[b.dtype][s : s + b.elements] for b, s in zip(blocks, starts, strict=True)]
         self._floats = self._sums[len(layout.parameters) :]
@@ -76,8 +86,9 @@ class ReduceBuffer:
 
     def tails(self, last: Mapping[torch.dtype, int] | None = None) -> list[Tensor]:
         """Return the running buffers and the table, and the last so many elements of Δ of a dtype."""
-        starts = [self._parameters.get(v.dtype, 0) - (last or {}).get(v.dtype, 0) for v in self.vectors]
-        return [tail for v, start in zip(self.vectors, starts, strict=True) if len(tail := v[start:])]
+        starts = [self._parameters.get(v.dtype, 0) - (last or {}).get(v.dtype, 0) for v in self.own_vectors]
+        tails = [tail for v, start in zip(self.own_vectors, starts, strict=True) if len(tail := v[start:])]
+        return [*tails, *self.vectors[len(self.own_vectors) :]]
 
     def scale(self, weight: float) -> None:
         """Multiply Δ and the floating-point running buffers."""
@@ -94,17 +105,23 @@ class ReduceBuffer:
         if self._sums:
             torch._foreach_zero_(self._sums)
 
+    def clear_rows(self) -> None:
+        """Make the status and the counters of every rank zero."""
+        self.table.zero_()
+        if self._digits is not None:
+            self._digits.zero_()
+
     def set_counters(self, rank: int) -> None:
         """Write this rank's integer buffers as digits into its row: sums of floats would round them."""
-        if self._counters:
+        if self._digits is not None:
             flat = torch.cat([c.to(torch.int64) for c in self._counters])
             digits = torch.stack([flat & MASK, (flat >> BITS) & MASK, flat >> (2 * BITS)])
-            self.table[rank, self._fields :] = digits.flatten()
+            self._digits[rank] = digits.flatten()
 
     def take_counters(self, ranks: list[int]) -> None:
         """Set each integer buffer to the largest of these ranks'."""
-        if self._counters:
-            digits = self.table[ranks, self._fields :].to(torch.int64).view(len(ranks), DIGITS, -1)
+        if self._digits is not None:
+            digits = self._digits[ranks].to(torch.int64).view(len(ranks), DIGITS, -1)
             largest = (digits[:, 0] + (digits[:, 1] << BITS) + (digits[:, 2] << (2 * BITS))).amax(dim=0)
             values = torch.split(largest, [c.numel() for c in self._counters])
             for counter, value in zip(self._counters, values, strict=True):

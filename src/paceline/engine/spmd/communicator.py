@@ -111,7 +111,7 @@ class Communicator:
         self, vectors: list[Tensor], description: str, contributions: Sequence[Tensor] | None = None
     ) -> Callable[[], None]:
         """Begin an :meth:`all_reduce`; return what waits until the vectors are the sums."""
-        moved = [self.to_device(vector) for vector in vectors]
+        moved = [self._input(vector) for vector in vectors]
         # All are under way before the first wait, so that their latencies overlap.
         works = [self.start_all_reduce(*each) for each in zip(contributions or moved, moved, strict=True)]
         self.traffic.sent_bytes += sum(ring_bytes(v.nbytes, self.ranks) for v in vectors)
@@ -145,7 +145,8 @@ class Communicator:
             result = torch.empty(x.shape, dtype=x.dtype)
             work: Any = self._shm.combine(x, result, "max" if largest else "sum")
         else:
-            result = x.to(self.device, copy=True, memory_format=torch.contiguous_format)
+            place = x.device if self._taken(x) else self.device
+            result = x.to(place, copy=True, memory_format=torch.contiguous_format)
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
             work = dist.all_reduce(result, op, group=self.group.handle, async_op=True)
         self.wait(work, description)
@@ -155,20 +156,20 @@ class Communicator:
     def reduce_scatter(self, rows: Tensor, own: Tensor) -> Any:
         """Start to sum all ranks' rows, one for each rank; ``own`` receives the sum of this rank's row."""
         self.traffic.sent_bytes += (self.ranks - 1) * own.nbytes
-        out, given = self._output(own), self.to_device(rows)
+        out, given = self._output(own), self._input(rows)
         work = _reduce_scatter(out, given.view(-1), group=self.group.handle, async_op=True)
         return work if out is own else StagedWork(work, own, out)
 
     def all_gather(self, rows: Tensor, own: Tensor) -> Any:
         """Start to gather all ranks' rows."""
         self.traffic.sent_bytes += (self.ranks - 1) * own.nbytes
-        out, given = self._output(rows), self.to_device(own)
+        out, given = self._output(rows), self._input(own)
         work = _all_gather(out.view(-1), given, group=self.group.handle, async_op=True)
         return work if out is rows else StagedWork(work, rows, out)
 
     def broadcast(self, vector: Tensor, source: int, description: str) -> None:
         """Replace a vector by that of one rank of the group."""
-        moved = self.to_device(vector)
+        moved = self._input(vector)
         group = self.group.handle
         self.wait(dist.broadcast(moved, group=group, group_src=source, async_op=True), description)
         if moved is not vector:
@@ -179,9 +180,17 @@ class Communicator:
         """Return a vector on the backend's device: itself, or a copy."""
         return vector if vector.device == self.device else vector.to(self.device)
 
+    def _taken(self, vector: Tensor) -> bool:
+        """Return whether collectives take a vector where it is: every group has a backend for the host's memory."""
+        return vector.device in (self.device, CPU)
+
+    def _input(self, vector: Tensor) -> Tensor:
+        """Return a vector where collectives take it: itself, or a copy."""
+        return vector if self._taken(vector) else vector.to(self.device)
+
     def _output(self, vector: Tensor) -> Tensor:
-        """Return a vector on the backend's device to be written: itself, or new memory."""
-        return vector if vector.device == self.device else torch.empty_like(vector, device=self.device)
+        """Return a vector to be written, where collectives take it: itself, or new memory."""
+        return vector if self._taken(vector) else torch.empty_like(vector, device=self.device)
 
 
 @dataclass(frozen=True)
