@@ -55,6 +55,7 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/accelerator/test_engines.py::test_worker_processes", PARITY),
     Thorough("tests/accelerator/test_engines.py::test_several_processes", PARITY, but_first=True),
     Thorough("tests/engine/test_closed_forms.py", STATISTICS),
+    Thorough("tests/engine/test_compiled_engines.py", "compiles C++, which takes some twenty seconds each time"),
     Thorough("tests/engine/test_virtual_determinism.py::test_two_processes_agree_to_the_byte", COMMANDS),
     Thorough("tests/engine/test_tensor_parity.py::test_equals_one_process", PARITY, but_first=True),
     Thorough("tests/engine/test_pipeline_parity.py::test_equals_one_process", PARITY, but_first=True),

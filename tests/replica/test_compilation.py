@@ -159,3 +159,8 @@ def test_a_captured_part_is_compiled_for_each_size_and_keeps_its_names() -> None
         # The same operators on the same numbers.
         torch.testing.assert_close(forward(x)[0], model(x), rtol=1e-12, atol=1e-14)
     assert [name for name, _ in part.named_parameters()] == [name for name, _ in model.named_parameters()]
+
+
+def test_compiled_stages_have_no_measured_times() -> None:
+    with pytest.raises(InputError, match=r"measures stages and shards as they are.*; write times in seconds"):
+        train(programs.program(), "stages=2 compile=true", engine="virtual", times="measured", steps=1, progress=False)
