@@ -67,6 +67,14 @@ def test_the_display_shows_title_phase_share_and_time_left() -> None:
         assert expected in text
 
 
+def test_the_display_says_what_workers_do_before_they_train() -> None:
+    console = screen()
+    with LiveProgress("replicas=4 compile=true", "compiling", console=console, now=Hand()) as live:
+        live.update(Progress("starting", 0.5))
+        assert "compiling" in drawn(console)
+        assert "starting" not in drawn(console)
+
+
 @pytest.mark.parametrize("progress", [Progress("starting", None), replace(TRAINING, fraction=None)])
 def test_time_left_is_unknown_before_training_and_without_a_bound(progress: Progress) -> None:
     with LiveProgress("x", console=screen(), now=Hand()) as live:

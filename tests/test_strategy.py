@@ -41,6 +41,7 @@ def strategies(draw: st.DrawFn) -> Strategy:
         compression=text_of(draw(compressions())),
         shard_optimizer=draw(st.none() | st.booleans()),
         shard_parameters=draw(st.booleans()),
+        compile=draw(st.booleans()),
     )
 
 
@@ -69,6 +70,7 @@ CANONICAL = [
         "replicas=1 shards=2 shard_rules=*.c_fc:column,head:whole",
     ),
     (Strategy(8, threads=1, shard_optimizer=False), "replicas=8 threads=1 shard_optimizer=false"),
+    (Strategy(2, compile=True), "replicas=2 compile=true"),
     (
         Strategy(4, 2, micro_batches=8, schedule="gpipe", partition="disjoint", accumulate=2, shard_parameters=True),
         "replicas=4 stages=2 schedule=gpipe micro_batches=8 accumulate=2 partition=disjoint shard_parameters=true",
@@ -205,6 +207,7 @@ WRONG = [
     ("compression=fp16:rank=1", "unknown option of fp16 'rank'"),
     ("aggregation=asynchronos", "did you mean 'asynchronous'"),
     ("shard_parameters=yes", "shard_parameters=yes, but it must be true or false"),
+    ("compile=1", "compile=1, but it must be true or false"),
     ("shard_optimizer=1", "shard_optimizer=1"),
 ]
 

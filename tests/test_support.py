@@ -24,6 +24,7 @@ CASES = [
     ("local", "replicas=2 servers=2", {}),
     ("distributed", "replicas=2 servers=2", {}),
     ("local", "replicas=2 standby=1", {}),
+    ("new", "compile=true", {"features": frozenset()}),
     ("ray", "replicas=2 servers=2 standby=1", {}),
     ("local", "replicas=2 accumulate=2 aggregation=local-steps:period=4", {}),
     ("local", "replicas=2", {"times": True}),
@@ -73,6 +74,11 @@ CASES = [
     ("local", "stages=2 schedule=pipedream", {"on_nonfinite": "skip"}),
     ("local", "stages=2 schedule=pipedream accumulate=2", {}),
     ("local", "stages=2 schedule=pipedream batchnorm=mini-batch", {}),
+    ("distributed", "replicas=2 shard_parameters=true compile=true", {}),
+    ("local", "stages=2 schedule=pipedream compile=true", {}),
+    ("local", "stages=2 schedule=zero-bubble compile=true", {}),
+    ("local", "stages=2 recompute=boundaries compile=true", {}),
+    ("local", "stages=2 batchnorm=mini-batch compile=true", {}),
     ("distributed", "replicas=2 shard_parameters=true aggregation=local-steps", {}),
     ("distributed", "replicas=2 shard_parameters=true compression=fp16", {}),
     ("distributed", "replicas=2 shard_parameters=true shard_optimizer=false", {}),
@@ -141,6 +147,7 @@ FEATURES = {
     "`stages` on `device=cuda`": "replicas=2 stages=2 device=cuda",
     "`noise_scale=True`": "replicas=2",
     "`replicas=2..8`": "replicas=2..8",
+    "`compile` (torch.compile)": "replicas=2 compile=true",
 }
 """Row of the README's table -> strategy that has the feature, with two replicas where it can have them."""
 

@@ -58,6 +58,7 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/accelerator/test_engines.py::test_every_policy_over_every_form", PARITY),
     Thorough("tests/accelerator/test_engines.py::test_every_policy_over_every_form_on_ranks", PARITY),
     Thorough("tests/engine/test_closed_forms.py", STATISTICS),
+    Thorough("tests/engine/test_compiled_engines.py", "compiles C++, which takes some twenty seconds each time"),
     Thorough("tests/engine/test_virtual_determinism.py::test_two_processes_agree_to_the_byte", COMMANDS),
     Thorough("tests/engine/test_tensor_parity.py::test_equals_one_process", PARITY, but_first=True),
     Thorough("tests/engine/test_pipeline_parity.py::test_equals_one_process", PARITY, but_first=True),

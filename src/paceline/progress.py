@@ -71,14 +71,20 @@ class LiveProgress:
 
     Args:
         title: names the run.
+        start: what workers do in the phase ``starting``, in a word.
         console: where to draw; stderr by default, so that results on stdout stay clean.
         now: a monotonic clock in seconds.
     """
 
     def __init__(
-        self, title: str, *, console: Console | None = None, now: Callable[[], Seconds] = time.monotonic
+        self,
+        title: str,
+        start: str = "starting",
+        *,
+        console: Console | None = None,
+        now: Callable[[], Seconds] = time.monotonic,
     ) -> None:
-        self._title = title
+        self._title, self._start = title, start
         self._now = now
         self._newest = Progress("starting", None)
         self._drawn_s = -REDRAW_S
@@ -117,9 +123,10 @@ class LiveProgress:
     def _draw(self) -> None:
         self._drawn_s = self._now()
         fraction, left_s = self._newest.fraction, self.left_s()
+        phase = self._start if self._newest.phase == "starting" else self._newest.phase
         row = Table.grid(padding=(0, 1))
         row.add_row(
-            f"{self._newest.phase:<8}",
+            f"{phase:<8}",
             ProgressBar(total=1.0, completed=fraction or 0.0, pulse=fraction is None, width=32),
             "" if fraction is None else f"{min(fraction, 1.0):4.0%}",
             "" if left_s is None else f"{clock(left_s)} left",
@@ -131,17 +138,18 @@ class LiveProgress:
 
 
 @contextlib.contextmanager
-def watcher(progress: bool | None, title: str) -> Iterator[Watcher]:
+def watcher(progress: bool | None, title: str, start: str = "starting") -> Iterator[Watcher]:
     """Yield the function that an engine calls with each :class:`Progress`.
 
     Args:
         progress: True to draw; None to draw only if stderr is a terminal; False not to draw.
         title: names the run.
+        start: what workers do before they train, in a word.
     """
     if not (sys.stderr.isatty() if progress is None else progress):
         yield lambda *_: None
         return
-    with LiveProgress(title) as live:
+    with LiveProgress(title, start) as live:
         yield live.update
 
 

@@ -93,6 +93,8 @@ class Strategy:
             share no memory, or in virtual time over a network; None: as many as hosts, as far as each has some MB.
         standby: copies of A and of all that its server knows, in a process of their own that takes over if the server's
             dies: 0 or 1; of several servers, each has one.
+        compile: whether forward and backward of each worker's part of the model are compiled by torch.compile, and
+            compared with the part itself before it trains.
 
     Raises:
         InputError: a value that its field can't have.
@@ -124,6 +126,7 @@ class Strategy:
     shard_parameters: bool = False
     servers: int | None = None
     standby: int = 0
+    compile: bool = False
     least_replicas: int | None = None
 
     def __post_init__(self) -> None:
@@ -152,7 +155,8 @@ class Strategy:
         # One text for each value, so that strategies that mean the same compare equal.
         for name, canonical in _CANONICAL.items():
             object.__setattr__(self, name, canonical(getattr(self, name)))
-        check_bool("shard_parameters", self.shard_parameters)
+        for name in ("shard_parameters", "compile"):
+            check_bool(name, getattr(self, name))
         if not (isinstance(self.device, str) and self.device.isidentifier()):
             raise InputError(
                 f"device={self.device!r} is no type of device; write device=cpu, device=cuda or device=auto."

@@ -5,6 +5,7 @@ import sys
 
 FRESH = """
 import functools, sys, torch
+import paceline.replica.compilation
 from paceline.replica.flat_state import FlatLayout
 from paceline.replica.optimizer_factory import build_optimizer, optimizer_of_part
 

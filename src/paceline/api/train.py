@@ -157,7 +157,8 @@ def train_with(
     with opened(engine) as engine:
         strategy = resolve_auto(program, strategy, engine, options, progress)
         job = replace(job_of(program, strategy, engine, options), out=folder)
-        with watcher(progress if is_main(engine.name) else False, f"{program.name}: {job.strategy}") as watch:
+        shown, start = is_main(engine.name), "compiling" if job.strategy.compile else "starting"
+        with watcher(progress if shown else False, f"{program.name}: {job.strategy}", start) as watch:
             outcome = engine.run(job, watch)
     host = engine.name != "virtual"  # times and memory of this process say nothing about simulated workers
     shards = job.strategy.tensor_parallel

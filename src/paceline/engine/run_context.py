@@ -25,6 +25,7 @@ from paceline.engine.run_state import ResumePoint, RunState
 from paceline.program import Data, Program, is_source, length
 from paceline.replica.base import Batch, Replica, micro_steps
 from paceline.replica.batches import BatchSource
+from paceline.replica.compilation import Function
 from paceline.replica.flat_state import FlatLayout, FlatState, read
 from paceline.replica.local_sgd import LocalSGD, WritesInPlace
 from paceline.replica.own_parameters import Exchange
@@ -69,6 +70,7 @@ class RunContext:
         """The batches of those."""
         self.same_order = True
         """Whether replicas take their batches in the order in which they took them before the run was resumed."""
+        self._compiled: Function | None = None
         self.epochs_before = 0.0
         """Epochs over a training set of another length, before the run was resumed."""
         if job.resume is not None:
@@ -147,12 +149,26 @@ class RunContext:
     ) -> Replica:
         """Build the replica that computes Δs of the policy's kind."""
         autograd = Autograd(self.job.program, module, layout, replica, self.device(replica), recorder)
+        if self.job.strategy.compile:
+            # In virtual time all replicas train one module.
+            self._compiled = self._compiled or autograd.compile(first_batch(self.job), self._batch_sizes(replica))
+            autograd.compiled = self._compiled
         if isinstance(self.delta, InPlace):
             return WritesInPlace(self.job.program, autograd)
         if isinstance(self.delta, (Gradient, Accumulated)):
             return Single(autograd, micro_steps(self.delta), measure_micro_steps=self.job.noise_scale)
         exchange = Exchange.of(self.delta, self.policy.adopt, layout, layout)
         return LocalSGD(self.job.program, autograd, exchange, distance=isinstance(self.delta, Distance))
+
+    def _batch_sizes(self, replica: ReplicaId) -> list[int]:
+        """Return the sizes of a replica's batches, that of an epoch's last one included; none where nobody knows."""
+        order = self.order
+        if order is None:
+            return []
+        stream = 0 if self.shares_stream else replica
+        rounds = order.batches_of_epoch(stream, order.first_whole_epoch)
+        sizes = dict.fromkeys(order.size(stream, rounds[round_]) for round_ in (0, -1))
+        return [size for size in sizes if size]
 
     def device(self, replica: ReplicaId) -> str:
         """Return the device that a replica computes on; a host's accelerators are assigned round robin."""

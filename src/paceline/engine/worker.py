@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, final
 
+import torch
 from torch import nn
 from torch.jit import ScriptModule
 
@@ -77,6 +78,15 @@ class GrantedClient(ABC):
         """Batches of the Δ under way, a micro-step on each, and how many of them are done."""
         self._under_way = False
 
+    @abstractmethod
+    def cancelled(self) -> bool:
+        """Return whether the attempt under way was cancelled, or the run has ended."""
+
+    @final
+    def to_break_off(self) -> bool:
+        """Return whether a forward pass is to end: not where it belongs to no attempt, as while a model is checked."""
+        return self._under_way and self.cancelled()
+
     @final
     def begins_delta(self) -> bool:
         return self._done == 0
@@ -107,11 +117,11 @@ class GrantedClient(ABC):
         """Report the end of the attempt, after Δ was written unless it was cancelled."""
 
 
-def check_in_forward(module: nn.Module, client: ParameterClient) -> None:
-    """Let a forward pass end between two layers when its attempt is cancelled."""
+def check_in_forward(module: nn.Module, client: GrantedClient) -> None:
+    """Let a forward pass end between two layers when its attempt is cancelled; a compiled one is in one piece."""
 
     def check(*_: object) -> None:
-        if client.cancelled():
+        if not torch.compiler.is_compiling() and client.to_break_off():
             raise Cancelled
 
     # Scripted layers take no hooks.

@@ -5,9 +5,9 @@ a shard communicates with one shard of each other stage and needs no more of the
 """
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from paceline.core.errors import InputError, unknown
 from paceline.program import Program
 from paceline.replica.capture.capture import Captured
 from paceline.replica.capture.export import WAYS_OUT
-from paceline.replica.module_utils import preserve_tensors
+from paceline.replica.module_utils import TensorPart, preserve_tensors
 from paceline.replica.pipeline.cut import Cut, Part
 from paceline.replica.pipeline.prepare import run_parts
 from paceline.replica.tensor.functionalize import functionalize
@@ -30,34 +30,6 @@ from paceline.replica.tensor.sharding_plan import ShardingPlan, plan_sharding
 from paceline.replica.tensor.sharding_report import ShardingReport
 from paceline.replica.tensor.tp_group import TPCollectives
 from paceline.shard_rules import ShardRules
-
-
-@final
-class _TensorPart(nn.Module):
-    """A part that takes and returns tensors alone: its other arguments are fixed, its other results left out.
-
-    It has the part's own tensors, under the same names.
-    """
-
-    _run: Callable[..., Any]
-
-    def __init__(self, part: torch.fx.GraphModule, arguments: Sequence[Any]) -> None:
-        super().__init__()
-        self._modules, self._parameters, self._buffers = part._modules, part._parameters, part._buffers
-        vars(self)["_run"] = part.forward
-        self._arguments = list(arguments)
-
-    def forward(self, *tensors: Tensor) -> Any:
-        return self.rebuild(self._run(*self.flatten(tensors)))
-
-    def flatten(self, inputs: Any) -> list[Any]:
-        """Return all arguments."""
-        tensors = iter(inputs)
-        return [next(tensors) if isinstance(value, Tensor) else value for value in self._arguments]
-
-    def rebuild(self, leaves: Sequence[Any]) -> Any:
-        """Return the tensors among the results."""
-        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 @dataclass(frozen=True)
@@ -160,7 +132,7 @@ def shard_parts(
                 add_unused_tensors(shard, part.module)
                 if checked:
                     arguments = planner.arguments[part.number]
-                    whole, inputs = _TensorPart(part.module, arguments), [a for a in arguments if isinstance(a, Tensor)]
+                    whole, inputs = TensorPart(part.module, arguments), [a for a in arguments if isinstance(a, Tensor)]
                     # Leaves of the model's input come first; gradients go back by the received values after them.
                     received = range(len(part.inputs), len(inputs))
                     check_shard(shard, whole, whole, tuple(inputs), shards, samples=(), of_inputs=received)

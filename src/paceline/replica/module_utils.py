@@ -1,7 +1,8 @@
 """Modules: read their options, get one by name, build one within bounded memory, run one without leaving a trace."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,9 @@ from torch.nn.parameter import is_lazy
 
 from paceline.comm.shared_memory import SpillAllocator
 from paceline.device import own_generators
-from paceline.program import Program
+from paceline.program import Program, Tree, call
+
+T = TypeVar("T")
 
 
 def per_dim(value: int | Sequence[int], dims: int) -> list[int]:
@@ -68,6 +71,81 @@ def materialize(program: Program, spill: SpillAllocator) -> nn.Module:
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers of a model, each under the first of its names."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _named_like(cls: type[T], module: nn.Module) -> type[T]:
+    """Return a subclass with the name of a module's class."""
+    return type(type(module).__name__, (cls,), {"__module__": cls.__module__})
+
+
+class WithLoss(nn.Module):
+    """(input, target) -> the loss of that batch; its tensors have the names that they have in the model.
+
+    Args:
+        program: program with the loss.
+        model: the model; it is no child, or names would begin with one more word.
+    """
+
+    def __new__(cls, program: Program, model: nn.Module) -> Self:
+        """Create an instance of a class with the model's name, for messages."""
+        del program
+        return super().__new__(_named_like(cls, model))
+
+    def __init__(self, program: Program, model: nn.Module) -> None:
+        super().__init__()
+        self._model, self._loss = (model,), program.loss  # a tuple, so that it is not registered as a child
+        self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        self.training = model.training
+
+    def forward(self, inputs: Tree, target: Tree) -> Tensor:
+        """Return the loss, one number."""
+        (model,) = self._model
+        return self._loss(call(model, inputs), target)
+
+    def train(self, mode: bool = True) -> "WithLoss":
+        """Set the mode, of the model too, whose forward may look at it."""
+        super().train(mode)
+        self._model[0].training = mode
+        return self
+
+
+class TensorPart(nn.Module):
+    """A part that takes and returns tensors alone: its other arguments are fixed, its other results left out.
+
+    It has the part's own tensors, under the same names.
+
+    Args:
+        part: a module without children that look at it.
+        arguments: of the part.
+    """
+
+    run: Callable[..., Any]
+    """The part's forward."""
+
+    def __new__(cls, part: nn.Module, arguments: Sequence[Any]) -> Self:
+        """Create an instance of a class with the part's name, for messages."""
+        del arguments
+        return super().__new__(_named_like(cls, part))
+
+    def __init__(self, part: nn.Module, arguments: Sequence[Any]) -> None:
+        super().__init__()
+        self._modules, self._parameters, self._buffers = part._modules, part._parameters, part._buffers
+        vars(self)["run"] = part.forward
+        self._arguments = list(arguments)
+
+    def forward(self, *tensors: Tensor) -> Any:
+        """Return the tensors among the part's results."""
+        return self.rebuild(self.run(*self.flatten(tensors)))
+
+    def flatten(self, inputs: Any) -> list[Any]:
+        """Return all arguments."""
+        tensors = iter(inputs)
+        return [next(tensors) if isinstance(value, Tensor) else value for value in self._arguments]
+
+    def rebuild(self, leaves: Sequence[Any]) -> Any:
+        """Return the tensors among the results."""
+        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 @contextmanager

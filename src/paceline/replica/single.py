@@ -9,7 +9,7 @@ Gradients may be handed over while the backward pass that computes the others st
 import functools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -21,7 +21,9 @@ from paceline.core.types import Clock, ReplicaId
 from paceline.device import placed, seed
 from paceline.program import Program, call, on_device
 from paceline.replica.base import Batch, GradientSink, Measured, Replica
-from paceline.replica.flat_state import FlatLayout, FlatState, finite
+from paceline.replica.compilation import CheckedCompilation, Function
+from paceline.replica.flat_state import FlatLayout, FlatState, finite, read
+from paceline.replica.module_utils import WithLoss
 from paceline.replica.noise_estimator import MicroNorms
 from paceline.trace.recorder import AnyRecorder, NullRecorder
 
@@ -72,6 +74,28 @@ class Autograd:
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         self.parameters = [parameters[name] for name in layout.parameter_names]
         self._buffers = [buffers[e.name] for b in layout.buffers for e in b.entries]
+        self.compiled: Function | None = None
+        """(input, target) -> the mean loss, compiled; None: the module runs as it is."""
+
+    def compile(self, batch: Batch, samples: Sequence[int]) -> Function:
+        """Return forward and loss, compiled and checked, for :attr:`compiled` of any replica that trains this module.
+
+        Args:
+            batch: the first one.
+            samples: sizes of the batches that will be trained with.
+
+        Raises:
+            InputError: as :meth:`~paceline.replica.compilation.CheckedCompilation.check`.
+        """
+        # Strides of parameters are part of what is compiled, and in A they are those of flat vectors.
+        self.bind(read(self.module, self.layout.new(device=self.device)))
+        whole = WithLoss(self._program, self.module)
+        inputs = tuple(on_device(tree, self.device) for tree in (batch.input, batch.target))
+        with self._program.autocast(str(self.device)):
+            calls = [*self.module.modules(), self._program.loss]
+            compilation = CheckedCompilation(whole.forward, "forward and loss", calls)
+            compilation.check(whole, inputs, samples=samples)
+        return compilation.function
 
     def bind(self, state: FlatState) -> None:
         """Let the module's parameters be ``state``'s, and its buffers copies of them."""
@@ -93,8 +117,12 @@ class Autograd:
         began = time.monotonic_ns()
         inputs, targets = (on_device(x, self.device) for x in (batch.input, batch.target))
         with self._program.autocast(str(self.device)) if self._autocasts else nullcontext():
-            output = self.module(inputs) if isinstance(inputs, Tensor) else call(self.module, inputs)
-            loss = self._program.loss(output, targets)
+            loss: Tensor
+            if self.compiled is not None:
+                loss = self.compiled(inputs, targets)
+            else:
+                output = self.module(inputs) if isinstance(inputs, Tensor) else call(self.module, inputs)
+                loss = self._program.loss(output, targets)
         forward_ended = time.monotonic_ns()
         (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
         value = float(loss.detach())

@@ -28,19 +28,21 @@ Feature: TypeAlias = Literal[
     "standby",  # a second copy of A, for the death of the server
     "elastic",  # replicas that come and go while the run lasts
     "no-server",  # A is with the replicas alone
+    "compile",
 ]
 
 # Beginning of a feature that an engine supports only where a replica is several workers.
 GROUPS = "groups-"
 
 _DEVICES: frozenset[Feature] = frozenset({"accelerator", "accelerator-stages"})
-_PARALLEL: frozenset[Feature] = _DEVICES | {"stages", "async-stages", "shards", "noise_scale"}
+_COMMON: frozenset[Feature] = _DEVICES | {"compile", "stages", "shards"}
+_PARALLEL: frozenset[Feature] = _COMMON | {"async-stages", "noise_scale"}
 
 # Features of the engines that come with Paceline; the planner chooses among engines without importing any.
 ENGINE_FEATURES: Mapping[str, frozenset[Feature]] = {
     "local": _PARALLEL | {"asynchronous", "in-place", "groups-shard_optimizer", "on_death", "elastic"},
-    "virtual": _DEVICES | {"asynchronous", "stages", "shards", "noise_scale", "virtual-time", "servers"},
-    "ray": _DEVICES | {"asynchronous", "stages", "shards", "compression", "on_death", "servers", "standby", "elastic"},
+    "virtual": _COMMON | {"asynchronous", "noise_scale", "virtual-time", "servers"},
+    "ray": _COMMON | {"asynchronous", "compression", "on_death", "servers", "standby", "elastic"},
     "distributed": _PARALLEL
     | {"asynchronous", "compression", "shard_optimizer", "shard_parameters", "on_death", "servers", "no-server"},
 }
@@ -49,7 +51,7 @@ ENGINE_FEATURES: Mapping[str, frozenset[Feature]] = {
 # Fields of a case that a strategy has under the same names.
 _SAME = (
     *("replicas", "pipelined", "accumulate", "device", "compression", "shard_optimizer", "shard_parameters"),
-    *("elastic", "partition", "servers", "standby"),
+    *("elastic", "partition", "servers", "standby", "compile"),
 )
 
 
@@ -88,6 +90,7 @@ class Case:
     shard_parameters: bool = False
     servers: int | None = None
     standby: int = 0
+    compile: bool = False
     elastic: bool = False
     partition: str = "global"
     shard_rules: bool = False

@@ -69,6 +69,11 @@ def _real(c: Case) -> bool:
     return "virtual-time" not in c.features
 
 
+def _compiled_stages(c: Case) -> bool:
+    """Return True if stages are compiled: in virtual time there are none, and the model is compiled whole."""
+    return c.compile and c.pipelined and _real(c)
+
+
 def _in_turns(c: Case) -> bool:
     """Return True if Δ is sent in fragments, or summed while training goes on."""
     delta = c.policy.delta
@@ -120,6 +125,7 @@ TABLE: tuple[Row, ...] = (
         "leave servers out, or write aggregation=asynchronous",
     ),
     _unsupported("standby"),
+    _unsupported("compile"),
     Row(
         lambda c: c.accumulate > 1 and not isinstance(c.policy.delta, Gradient),
         "accumulate={s.accumulate} is for policies that send gradients, but under aggregation={policy} replicas take "
@@ -344,6 +350,32 @@ TABLE: tuple[Row, ...] = (
         lambda c: not c.flushes and c.batchnorm == "mini-batch",
         "batchnorm=mini-batch waits for the end of a mini-batch, but under schedule={s.schedule} the next one begins "
         "before that; write batchnorm=micro-batch",
+    ),
+    # ----------------------------------------- compiled parts: what has to happen between two of their operators
+    Row(
+        lambda c: c.compile and c.shard_parameters,
+        "compile=True compiles forward and backward whole, but under shard_parameters=True each layer's parameters are "
+        "gathered as it is called; leave one of them out",
+    ),
+    Row(
+        lambda c: _compiled_stages(c) and not c.flushes,
+        "compile=True lets backward read what torch.compile has kept of the weights, but under schedule={s.schedule} "
+        "these move between forward and backward; write schedule=1f1b, or leave compile out",
+    ),
+    Row(
+        lambda c: _compiled_stages(c) and c.schedule is not None and c.schedule.splits_backward,
+        "schedule={s.schedule} splits the backward pass of each operator, but compile=True makes one of all; write "
+        "schedule=1f1b, or leave compile out",
+    ),
+    Row(
+        lambda c: _compiled_stages(c) and c.recompute != "none",
+        "recompute={s.recompute} runs forward again for backward, but under compile=True torch.compile decides what "
+        "backward computes again; leave one of them out",
+    ),
+    Row(
+        lambda c: _compiled_stages(c) and c.batchnorm == "mini-batch",
+        "batchnorm=mini-batch adds up the statistics of each BatchNorm beside its forward, which compile=True compiles "
+        "as it is; write batchnorm=micro-batch, or leave compile out",
     ),
     # ---------------------------------------------------------- FSDP2: each rank keeps a part of the parameters
     _own_steps("shard_parameters", "the parameters"),

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from paceline import Program
 from paceline.replica.base import Batch
+from paceline.replica.module_utils import WithLoss as Joined
 from paceline.replica.tensor.placements import Shard
-from paceline.replica.tensor.prepare import WithLoss as Joined
 from paceline.replica.tensor.prepare import plan_program
 from paceline.replica.tensor.rules.elementwise import broadcast_tensors
 from paceline.replica.tensor.rules.losses import ShardedCrossEntropy, cross_entropy, elementwise_loss

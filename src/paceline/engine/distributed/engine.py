@@ -37,7 +37,13 @@ from paceline.engine.own_states import restore_replica
 from paceline.engine.run_context import RunContext, own_settings, set_threads_and_seed, threads
 from paceline.engine.spmd.launch_env import LaunchEnv, backend_for, refuse_launch
 from paceline.engine.spmd.membership import ExcludedError, Survives
-from paceline.engine.spmd.rank_context import RankContext, RankSetup, build_once_per_host, open_rank_context
+from paceline.engine.spmd.rank_context import (
+    RankContext,
+    RankSetup,
+    build_once_per_host,
+    extended_timeout,
+    open_rank_context,
+)
 from paceline.engine.worker import ClientWorker, InMemorySink, InstrumentedReplica, WorkerMetrics
 from paceline.engine.worker_metrics import SpanLog, training_spans, worker_figures, workers_file
 from paceline.replica.base import Replica
@@ -184,7 +190,8 @@ class DistributedRun:
             if self._context.world.rank == 0:
                 processes = self._context.registry.workers(self._job.strategy.mesh)
                 self._closing.enter_context(workers_file(self._job.out, {}, processes))
-            replica = shard.replica(coordinator.weight, self._spans.recorder)
+            with extended_timeout(self._context):  # it may compile
+                replica = shard.replica(coordinator.weight, self._spans.recorder)
             if self._job.resume is not None:
                 shard.held().restore(self._job.resume)
                 if shard.own is not None:

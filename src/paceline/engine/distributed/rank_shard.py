@@ -139,6 +139,11 @@ class WholeModelShard(RankShard):
                     f"{text_of(policy)} each has weights of its own; leave synchronised_batchnorm out, or write "
                     "aggregation=synchronous"
                 )
+            if strategy.compile:
+                raise InputError(
+                    "synchronised BatchNorm exchanges sums within forward and backward, which compile=True compiles "
+                    "whole; leave synchronised_batchnorm out, or write compile=false"
+                )
             summed = strategy.accumulate > 1 or policy.collective == "sum" or self.fsdp is not None
             self.batchnorm_group = BatchNormGroup(communicator, world.rank, summed)
 

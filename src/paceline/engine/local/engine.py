@@ -34,6 +34,9 @@ PRELOAD = ("torch", "paceline.engine.local.worker_main", "paceline.engine.local.
 # For replicas with optimizers of their own: torch 2.13 imports this for the first one, which takes over a second.
 WITH_OPTIMIZERS = (*PRELOAD, "torch._dynamo")
 
+# For workers that compile: together these imports take three seconds.
+COMPILER = ("torch._dynamo", "torch._inductor.compile_fx")
+
 # For replicas of several workers, which export a model and have optimizers of their own.
 SPMD = (*launcher.PRELOAD, ENGINES.modules["distributed"])
 
@@ -67,10 +70,11 @@ class LocalEngine(Engine):
         policy = strategy.aggregation
         if strategy.spread and isinstance(policy, Synchronous) and not policy.backups and not job.survives_deaths:
             # All replicas make one update, each worker of its part of A: main has nothing to decide.
-            return launcher.run_ranks(job, "distributed", self._fork_server_with(SPMD), watch)
+            ranks = (*SPMD, *COMPILER) if strategy.compile else SPMD
+            return launcher.run_ranks(job, "distributed", self._fork_server_with(ranks), watch)
         own_optimizers = isinstance(policy.delta, (Change, Distance, InPlace))
         preloaded = GROUPS if strategy.spread else WITH_OPTIMIZERS if own_optimizers else PRELOAD
-        fork_server = self._fork_server_with(preloaded)
+        fork_server = self._fork_server_with((*preloaded, *COMPILER) if strategy.compile else preloaded)
         # Where each worker has a core, main runs as soon as it is woken; else when one of them stops.
         scheduling = considerate() if strategy.workers > len(os.sched_getaffinity(0)) else prompt()
         with scheduling, ExitStack() as closing:

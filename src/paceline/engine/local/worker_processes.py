@@ -51,7 +51,8 @@ class WorkerProcesses:
     ) -> None:
         self.supervisor = ProcessSupervisor(fork_server)
         self._mesh, self._spread, self._timeout_s = job.strategy.mesh, job.strategy.spread, job.timeout_s
-        self.start_timeout_s = job.timeout_s + (PREPARATION_S if job.strategy.spread else 0.0)
+        prepares = job.strategy.spread or job.strategy.compile
+        self.start_timeout_s = job.timeout_s + (PREPARATION_S if prepares else 0.0)
         """Longest wait for workers to build their model."""
         self._entry = GROUP_ENTRY if self._spread else entry
         self._leaders = [self._mesh.replica_ranks(replica).start for replica in range(self._mesh.replicas)]

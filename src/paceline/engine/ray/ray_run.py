@@ -32,6 +32,7 @@ from paceline.engine.scaling import ScaleRequests, fitting, scaling_files
 from paceline.engine.server import messages
 from paceline.engine.server.replica_group import with_workers
 from paceline.engine.server_optimizer import usual_servers
+from paceline.engine.spmd.rank_context import PREPARATION_S
 from paceline.engine.worker_metrics import training_spans, update_workers_file, workers_file
 from paceline.replica.flat_state import write
 from paceline.trace.spans import Span
@@ -142,12 +143,13 @@ class RayRun:
         if not interrupts.count:
             for replica in range(len(handles)):
                 self._run_replica(messages.ReplicaAssignment(self._number, replica, 0, 0, 0))
-            deadline = time.monotonic() + job.timeout_s
+            timeout_s = job.timeout_s + (PREPARATION_S if job.strategy.compile else 0.0)
+            deadline = time.monotonic() + timeout_s
             built = lambda: self._status.phase == "starting" and not self._status.waiting  # noqa: E731
             self._poll(built, until=deadline)
             if self._status.waiting and not interrupts.count:
                 raise WaitTimeoutError(
-                    f"main waited {job.timeout_s:g} s for replicas {list(self._status.waiting)} to build their model; "
+                    f"main waited {timeout_s:g} s for replicas {list(self._status.waiting)} to build their model; "
                     "write a larger timeout_s="
                 )
         others = {"coordinator": actors.server, "scorer": actors.scorer}

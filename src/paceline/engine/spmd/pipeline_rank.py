@@ -15,14 +15,23 @@ from paceline.engine.spmd.rank_context import RankSetup, extended_timeout
 from paceline.engine.spmd.shard_views import StageSharding
 from paceline.engine.spmd.tensor_parallel_rank import ModelParallelRank, ProcessGroupTP, free_unused
 from paceline.replica.base import Batch
+from paceline.replica.compilation import Function, compile_part
 from paceline.replica.flat_state import read
 from paceline.replica.hybrid import ShardedParts, ShardingRequest, shard_parts
 from paceline.replica.module_utils import tensors_of
 from paceline.replica.pipeline.comm_plan import CommPlan, PipelineContext
+from paceline.replica.pipeline.micro_batches import micro_batch_sizes
 from paceline.replica.pipeline.p2p_queue import StageReplicaGroup
 from paceline.replica.pipeline.partition import Boundaries
 from paceline.replica.pipeline.pipelined import Pipelined
-from paceline.replica.pipeline.prepare import Agree, first_rows, part_dependencies, prepare_cut
+from paceline.replica.pipeline.prepare import (
+    Agree,
+    first_rows,
+    part_arguments,
+    part_dependencies,
+    prepare_cut,
+    select_rows,
+)
 from paceline.replica.pipeline.stage_runtime import merged_module
 from paceline.replica.single import GradientHandoff
 from paceline.replica.tensor.optimizer_check import refuse_unless_elementwise
@@ -95,6 +104,7 @@ class PipelineRank(ModelParallelRank):
         self.parts = [division.parts[number] for number in self._numbers(self.place.stage)]
         """This rank's parts of the model."""
         self.state = read(merged_module(self.parts), self.layout.new(device=self.run_context.device(self.rank)))
+        self._compiled = self._compile(module, batch, division) if job.strategy.compile else {}
         if self.shards is not None:
             free_unused(module, [part.module for part in self.parts])
         if self.context.communicator is not None:
@@ -132,6 +142,7 @@ class PipelineRank(ModelParallelRank):
             strategy.recompute,
             strategy.batchnorm,
             self.copies,
+            self._compiled,
         )
 
     def _numbers(self, stage: int) -> list[int]:
@@ -148,6 +159,25 @@ class PipelineRank(ModelParallelRank):
         leaves, rules = self.cut.captured.flatten(first_rows(job.strategy, batch)), job.strategy.shard_rules
         request = ShardingRequest(job.program, self.cut, module, leaves, workers, rules)
         return shard_parts(request, own, self.context.gather)
+
+    def _compile(self, module: nn.Module, batch: Batch, division: ShardedParts) -> dict[int, Function]:
+        """Return the compiled forward of each part of this rank; all shards of a stage call it together."""
+        program, count = self.run_context.job.program, self.run_context.job.strategy.micro_batch_count
+        sizes = sorted(set(micro_batch_sizes(batch.samples, count)), reverse=True)
+        flatten = self.cut.captured.flatten
+        with extended_timeout(self.context), program.autocast(str(next(module.parameters()).device)):
+            batches = [
+                part_arguments(self.cut, module, flatten(select_rows(batch.input, batch.samples, slice(size))))
+                for size in sizes
+            ]
+            return {
+                part.number: compile_part(
+                    part.module,
+                    [arguments[part.number] for arguments in batches],
+                    communicates=bool(division.placements[part.number]),
+                )
+                for part in self.parts
+            }
 
     def _sharding(self, stage: int, names: Sequence[Sequence[str]], division: ShardedParts) -> StageSharding:
         """Return the sharding of all parts of a stage; a tensor of two of them has the same placement in both."""

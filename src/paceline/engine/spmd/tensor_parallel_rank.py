@@ -18,7 +18,8 @@ from paceline.engine.run_context import first_batch
 from paceline.engine.spmd.communicator import Communicator, ring_bytes
 from paceline.engine.spmd.rank_context import RankSetup, SubGroups, extended_timeout
 from paceline.engine.spmd.shard_views import PartChunks, ShardViews, StageSharding, names_of_part, owned_names
-from paceline.replica.base import Replica
+from paceline.replica.base import Batch, Replica
+from paceline.replica.compilation import Function, compile_part
 from paceline.replica.flat_state import FlatLayout, FlatState, read
 from paceline.replica.local_sgd import ShardedLocalSGD
 from paceline.replica.module_utils import tensors_of
@@ -236,7 +237,9 @@ class TensorParallelRank(ModelParallelRank):
         self.shards = ProcessGroupTP(communicator, self.shard)
         with extended_timeout(self.context):
             gather, rules = self.context.gather, job.strategy.shard_rules
-            self.prepared = prepare_shard(job.program, rank_setup.module, first_batch(job), self.shards, gather, rules)
+            batch = first_batch(job)
+            self.prepared = prepare_shard(job.program, rank_setup.module, batch, self.shards, gather, rules)
+            self._compiled = self._compile(batch) if job.strategy.compile else None
             self.placements = placements = self.prepared.shard.parameters
             """Placements of the tensors of A among the shards, by name."""
             if rank_setup.steps_on_parts:
@@ -252,5 +255,20 @@ class TensorParallelRank(ModelParallelRank):
         self.shards.record_by(recorder)
         device = self.run_context.device(self.rank)
         return TensorParallel(
-            self.prepared, self.layout, self.replica, device, recorder=recorder, micro_steps=micro_steps, loose=handoff
+            self.prepared,
+            self.layout,
+            self.replica,
+            device,
+            recorder=recorder,
+            micro_steps=micro_steps,
+            loose=handoff,
+            compiled=self._compiled,
         )
+
+    def _compile(self, batch: Batch) -> Function:
+        """Return the shard's compiled forward; all shards call it together."""
+        program, module = self.prepared.program, self.prepared.shard.module
+        device = next(module.parameters()).device
+        leaves = [leaf.to(device) for leaf in self.prepared.captured.input_spec.flatten((batch.input, batch.target))]
+        with program.autocast(str(device)):
+            return compile_part(module, [leaves], communicates=True)

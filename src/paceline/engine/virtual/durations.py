@@ -8,6 +8,7 @@ from typing import NamedTuple, final
 import numpy as np
 
 from paceline.clock.times import Times
+from paceline.core.errors import InputError
 from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.run_context import RunContext
 from paceline.engine.step_profile.compute import micro_step_s
@@ -126,9 +127,18 @@ class MeasuredDurations:
 
 
 def durations_of(context: RunContext) -> tuple[ReplicaTiming, SampledDurations | MeasuredDurations]:
-    """Return how long a replica's parts take, relative to one process, and where a run's durations come from."""
+    """Return how long a replica's parts take, relative to one process, and where a run's durations come from.
+
+    Raises:
+        InputError: they are to be measured of parts that are compiled.
+    """
     job = context.job
     times = job.times or Times()
+    if times.compute == "measured" and job.strategy.spread and job.strategy.compile:
+        raise InputError(
+            f"times={str(times)!r} measures stages and shards as they are, but compile=True compiles them; write times "
+            "in seconds, compute=0.01 for instance, or compile=false"
+        )
     if times.all_measured:
         measured = forecast(job)
         return measured.replica_timing, MeasuredDurations(context, measured)

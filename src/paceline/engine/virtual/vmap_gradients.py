@@ -163,7 +163,8 @@ def delta_computer(context: RunContext, module: nn.Module, layout: FlatLayout, s
     if order is None or job.program.loader.get("num_workers"):
         return DeltaComputer(build, sources.at, stop=stop)
     batch_at = context.batches().at
-    if isinstance(context.delta, Gradient) and job.loop is None and job.strategy.device == CPU.type:
+    one_replica = job.loop is not None or job.strategy.device != CPU.type or job.strategy.compile
+    if isinstance(context.delta, Gradient) and not one_replica:
         gradient = stacked_gradient(module, job.program, layout, order)
         if gradient is not None:
             return VmapComputer(gradient, order, build, batch_at, stop=stop)

@@ -30,6 +30,7 @@ from paceline.planner.program.profile import LineFit, PipelinePart, Point, Sent,
 from paceline.program import Program
 from paceline.replica.base import Batch
 from paceline.replica.capture.capture import capture
+from paceline.replica.module_utils import WithLoss
 from paceline.replica.pipeline.costs import Costs, measure
 from paceline.replica.pipeline.cut_groups import Units, group
 from paceline.replica.pipeline.graph_nodes import attribute, child
@@ -37,7 +38,7 @@ from paceline.replica.tensor import sharding_plan
 from paceline.replica.tensor.op_times import multiplication_counts
 from paceline.replica.tensor.placements import PARTIAL_GRAD, OnRank, Shard
 from paceline.replica.tensor.plan_search import SearchStep
-from paceline.replica.tensor.prepare import WithLoss, plan_captured
+from paceline.replica.tensor.prepare import plan_captured
 from paceline.replica.tensor.redistribute import redistribution_cost
 from paceline.replica.tensor.sharding_plan import NO_RULES, ShardingPlan
 

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,41 @@ from paceline.program import Tree, call, map_tree
 from paceline.replica.capture.export import WAYS_OUT
 from paceline.replica.capture.input_spec import batch_size, flatten_tree, named_leaves, resized
 from paceline.replica.module_utils import preserve_state, preserve_tensors, tensors_of
+
+# Tolerance of versions that add up in another order. A sum over n terms then differs by about √n units in the last
+# place, and what follows carries that on, layer by layer. A wrong cut or kernel differs by the size of the tensor
+# itself, 2^23 units in float32.
+REORDERED = 2.0**12
+
+# Tolerance relative to a tensor's largest element, in half precision or under autocast: a unit in the last place is
+# 2^-7 of it in bf16, and the tolerance must stay below what a wrong version differs by.
+HALF = 2.0**-3
+
+
+def reordered_ulps(module: nn.Module) -> float:
+    """Return the tolerance of a version of a model that adds up in another order, under the autocast of the call."""
+    tensors = tensors_of(module).values()
+    units = (torch.finfo(t.dtype).eps for t in tensors if t.is_floating_point() or t.is_complex())
+    half = HALF / max(units, default=torch.finfo(torch.float32).eps)  # a part may have no tensors of its own
+    autocast = any(torch.is_autocast_enabled(kind) for kind in {t.device.type for t in tensors})
+    return half if autocast else min(REORDERED, half)
+
+
+class Reasons(NamedTuple):
+    """Likely reasons for a difference, by what differs, and what to write instead of the version."""
+
+    output: str
+    gradient: str
+    buffer: str
+    way_out: str
+
+
+GRAPH = Reasons(
+    output="forward decides by values, or by what it left in an attribute the last time, which a graph does not see",
+    gradient="a hook on backward, or a value that forward takes from .data or .item(), is not in a graph as it is",
+    buffer="a graph keeps what forward writes into a buffer (self.b.copy_(...)), not what it assigns (self.b = ...)",
+    way_out=WAYS_OUT,
+)
 
 
 def gradient_difference(
@@ -78,6 +113,7 @@ def check(
     ulps: float = 32,
     of_inputs: bool | Collection[int] = True,
     training: bool = True,
+    reasons: Reasons = GRAPH,
 ) -> None:
     """Run a model and its transformed version on the same few samples, and compare the results by name.
 
@@ -109,6 +145,7 @@ def check(
         of_inputs: whether gradients of the input are compared as well, or of which of its leaves; shards don't compute
             them.
         training: whether the mode is training, rather than evaluation.
+        reasons: those of this kind of version.
 
     Raises:
         InputError: names the first output, parameter, input or buffer that differs, and says how to go on.
@@ -143,12 +180,12 @@ def check(
         except Exception as error:
             raise InputError(
                 f"the {description} of {name} fails on {count}, which the model itself takes: "
-                f"{type(error).__name__}: {error}; change that, or {WAYS_OUT}"
+                f"{type(error).__name__}: {error}; change that, or {reasons.way_out}"
             ) from error
-        if found := expected.first_difference(actual, ulps, eps):
+        if found := expected.first_difference(actual, ulps, eps, reasons):
             raise InputError(
                 f"the {description} of {name} does not do what the model does: with {count} {found}; change that, or "
-                f"{WAYS_OUT}"
+                f"{reasons.way_out}"
             )
         return None
 
@@ -183,18 +220,16 @@ class _Results:
     written: Collection[str]
     functions: tuple[str, ...]
 
-    def first_difference(self, actual: "_Results", ulps: float, eps: float) -> str:
+    def first_difference(self, actual: "_Results", ulps: float, eps: float, reasons: Reasons) -> str:
         """Return in words the first thing that differs, and the likely reason; empty where nothing does."""
-        reason = (
-            "forward decides by values, or by what it left in an attribute the last time, which a graph does not see"
-        )
+        reason = reasons.output
         if len(self.outputs) != len(actual.outputs):
             return f"there are {len(actual.outputs)} output tensors where the model has {len(self.outputs)}; {reason}"
         for name, value in self.outputs.items():
             if text := difference(value, actual.outputs[name], ulps, 0.0, eps):
                 return f"{name} {text}; {reason}"
-        reason = "a hook on backward, or a value that forward takes from .data or .item(), is not in a graph as it is"
-        if self.functions:
+        reason = reasons.gradient
+        if self.functions and reasons is GRAPH:
             reason = (
                 f"its forward calls {', '.join(sorted(set(self.functions)))}, a torch.autograd.Function, of which "
                 "torch.export keeps the operators of forward and loses backward"
@@ -204,9 +239,7 @@ class _Results:
             text = actual.gradients[name] if computed else gradient_difference(self.gradients[name], None, ulps, 0.0)
             if text:
                 return f"the gradient of {name} {text}; {reason}"
-        reason = (
-            "a graph keeps what forward writes into a buffer (self.b.copy_(...)), not what it assigns (self.b = ...)"
-        )
+        reason = reasons.buffer
         for name, value in self.buffers.items():
             if text := difference(value, actual.buffers[name], ulps, self._scale(name), eps):
                 return f"{name} {text}; {reason}"

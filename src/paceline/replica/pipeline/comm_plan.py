@@ -26,6 +26,7 @@ from paceline.core.mesh import StageReplicas
 from paceline.core.types import ReplicaId
 from paceline.program import Program
 from paceline.replica.capture.capture import Captured
+from paceline.replica.compilation import Function
 from paceline.replica.flat_state import FlatLayout
 from paceline.replica.pipeline.cut import Crossing, Cut, Part
 from paceline.replica.pipeline.p2p_queue import P2P, P2PMessage, StageReplicaGroup
@@ -169,6 +170,7 @@ class PipelineContext:
             follows at once upon its forward, "boundaries" recomputes nothing.
         batchnorm: whether running statistics move with each micro-batch, or once, by those of the whole mini-batch.
         stage_replicas: the replicas of this worker's stage; None: it is the only one.
+        compiled: number of a part -> its compiled forward, in place of its module's.
     """
 
     program: Program
@@ -184,3 +186,4 @@ class PipelineContext:
     recompute: Recompute = "none"
     batchnorm: BatchNormMode = "micro-batch"
     stage_replicas: StageReplicaGroup | None = None
+    compiled: Mapping[int, Function] = field(default_factory=dict[int, Function])

@@ -103,6 +103,22 @@ def run_parts(cut: Cut, leaves: Sequence[Tensor]) -> Iterator[PartRun]:
         yield PartRun(part, arguments, outputs)
 
 
+def part_arguments(cut: Cut, module: nn.Module, leaves: Sequence[Tensor]) -> list[list[Any]]:
+    """Return the arguments of each part, detached: those whose gradients go back are leaves that need one.
+
+    Args:
+        cut: of ``module``, whose tensors are left as they were.
+        module: the model.
+        leaves: of its input.
+    """
+
+    def detached(value: Any) -> Any:
+        return value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+    with preserve_tensors(module):
+        return [[detached(argument) for argument in run.arguments] for run in run_parts(cut, leaves)]
+
+
 def check_cut(cut: Cut, module: nn.Module, inputs: Tree, *, samples: Sequence[int] = (2, 3)) -> None:
     """Compare the parts with the model that they were cut from: outputs, gradients and buffers, by name.
 

@@ -150,6 +150,7 @@ class PipelineStage:
     def __init__(self, part: Part, context: PipelineContext, memory: ActivationMemory) -> None:
         self.part, self._program, self._device, self._memory = part, context.program, context.device, memory
         self._autocasts = context.program.precision != "fp32"
+        self._forward = context.compiled.get(part.number, part.module)
         schedule, self._captured = context.plan.schedule, context.captured
         self.is_last = part.number == schedule.parts(len(context.plan.stage_replicas.copies)) - 1
         """True if this is the model's last part, which computes the loss."""
@@ -353,7 +354,7 @@ class PipelineStage:
     ) -> tuple[list[Value], Tensor | None]:
         arguments = [*(micro_batch.inputs[leaf] for leaf in self.part.inputs), *values]
         if self._checkpointed is None:
-            outputs = list(self.part.module(*arguments))
+            outputs = list(self._forward(*arguments))
         else:
             outputs = list(self._checkpointed.run(arguments, counter))
         if not self.is_last:

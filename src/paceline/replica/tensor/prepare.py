@@ -4,19 +4,19 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Node
 
 from paceline.core.errors import InputError, PacelineError
-from paceline.program import Program, Tree, call
+from paceline.program import Program, call
 from paceline.replica.base import Batch
 from paceline.replica.capture.capture import Captured, capture
 from paceline.replica.capture.export import WAYS_OUT
 from paceline.replica.capture.input_spec import resized
-from paceline.replica.module_utils import preserve_state
+from paceline.replica.module_utils import WithLoss, preserve_state
 from paceline.replica.tensor import rules as _rules
 from paceline.replica.tensor.base import OpCall
 from paceline.replica.tensor.functionalize import functionalize
@@ -158,38 +158,6 @@ def check_same_plan(plan: ShardingPlan, gather: GatherText) -> None:
         raise PacelineError(
             "the shards have planned different divisions of the model; model() must make the same one everywhere"
         )
-
-
-class WithLoss(nn.Module):
-    """(input, target) -> the loss of that batch; its tensors have the names that they have in the model.
-
-    Args:
-        program: program with the loss.
-        model: the model; it is no child, or names would begin with one more word.
-    """
-
-    def __new__(cls, program: Program, model: nn.Module) -> Self:
-        """Create an instance of a class with the model's name, for messages."""
-        del program
-        return super().__new__(type(type(model).__name__, (cls,), {"__module__": cls.__module__}))
-
-    def __init__(self, program: Program, model: nn.Module) -> None:
-        super().__init__()
-        self._model, self._loss = (model,), program.loss  # a tuple, so that it is not registered as a child
-        self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
-        self._non_persistent_buffers_set = model._non_persistent_buffers_set
-        self.training = model.training
-
-    def forward(self, inputs: Tree, target: Tree) -> Tensor:
-        """Return the loss, one number."""
-        (model,) = self._model
-        return self._loss(call(model, inputs), target)
-
-    def train(self, mode: bool = True) -> "WithLoss":
-        """Set the mode, of the model too, whose forward may look at it."""
-        super().train(mode)
-        self._model[0].training = mode
-        return self
 
 
 # Held by a thread while it patches torch.

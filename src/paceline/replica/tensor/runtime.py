@@ -12,6 +12,7 @@ from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.types import Clock, ReplicaId
 from paceline.replica.activation_memory import ActivationMemory, StorageCounter
 from paceline.replica.base import Batch, Measured, Replica
+from paceline.replica.compilation import Function
 from paceline.replica.flat_state import FlatLayout, FlatState, finite
 from paceline.replica.single import NO_RECORDER, Autograd, GradientHandoff, step_seed
 from paceline.replica.tensor.placements import PARTIAL_GRAD
@@ -32,6 +33,7 @@ class TensorParallel(Replica):
         recorder: records this shard's spans.
         micro_steps: calls of :meth:`advance` for one Δ.
         loose: receives the gradients, on the CPU; None: they are copied into the buffer of Δ.
+        compiled: the shard's compiled forward; None: its graph runs as it is.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class TensorParallel(Replica):
         recorder: AnyRecorder = NO_RECORDER,
         micro_steps: int = 1,
         loose: GradientHandoff | None = None,
+        compiled: Function | None = None,
     ) -> None:
         program, self._shards = prepared.program, prepared.shards
         self._seed, self._flatten = program.seed, prepared.captured.input_spec.flatten
@@ -52,6 +55,7 @@ class TensorParallel(Replica):
         self._recorder = None if isinstance(recorder, NullRecorder) else recorder
         self._handoff = loose
         self._module = prepared.shard.module
+        self._run = compiled or self._module
         self._autograd = Autograd(program, self._module, layout, replica, device)
         partial = [name for name, placement in prepared.shard.parameters.items() if placement == PARTIAL_GRAD]
         self._partial_grads = PartialGrads(self._shards, layout, partial) if partial else None
@@ -96,10 +100,10 @@ class TensorParallel(Replica):
         """Return the loss; count what is saved for backward where the batch has new shapes."""
         shapes = tuple(leaf.shape for leaf in leaves)  # the hooks of a counter are too slow for every step
         if shapes in self._seen_shapes:
-            return self._module(*leaves)[0]  # type: ignore[no-any-return]
+            return self._run(*leaves)[0]  # type: ignore[no-any-return]
         counter = StorageCounter([*self._module.parameters(), *self._module.buffers(), *leaves])
         with counter.counting_saved():
-            loss: Tensor = self._module(*leaves)[0]
+            loss: Tensor = self._run(*leaves)[0]
         self._seen_shapes.add(shapes)
         self.memory.peak_bytes = max(self.memory.peak_bytes, counter.nbytes)
         return loss

@@ -9,21 +9,12 @@ from torch.func import functional_call
 
 from paceline.comm.shared_memory import SpillAllocator
 from paceline.program import Tree
-from paceline.replica.capture.verify import check
+from paceline.replica.capture.verify import check, reordered_ulps
 from paceline.replica.module_utils import tensors_of
 from paceline.replica.tensor.placements import PARTIAL_GRAD, OnRank, Placement, Shard
 from paceline.replica.tensor.redistribute import gather_parts
 from paceline.replica.tensor.rewrite import ShardGraph
 from paceline.replica.tensor.tp_group import TPCollectives
-
-# Tolerance: shards add up in another order. A sum over n terms then differs by about √n units in the last place, and
-# what follows carries that on, layer by layer. A wrong cut differs by the size of the tensor itself, 2^23 units in
-# float32.
-ULPS = 2.0**12
-
-# Tolerance relative to a tensor's largest element, in half precision or under autocast: a unit in the last place is
-# 2^-7 of it in bf16, and the tolerance must stay below what a wrong cut differs by.
-HALF = 2.0**-3
 
 
 class InputForm(Protocol):
@@ -63,13 +54,9 @@ def check_shard(
         InputError: names the first tensor that differs.
     """
     together = _ShardsTogether(shard, captured, module, shards)
-    tensors = tensors_of(module).values()
-    units = [torch.finfo(t.dtype).eps for t in tensors if t.is_floating_point() or t.is_complex()]
-    autocast = any(torch.is_autocast_enabled(kind) for kind in {t.device.type for t in tensors})
-    ulps = HALF / max(units) if autocast else min(ULPS, HALF / max(units))
     check(
         module, together.run, together.named, inputs, description=f"division into {shards.count} shards",
-        samples=samples, ulps=ulps, of_inputs=of_inputs, training=training,
+        samples=samples, ulps=reordered_ulps(module), of_inputs=of_inputs, training=training,
     )  # fmt: skip
 
 
