@@ -11,8 +11,7 @@ from paceline import support
 from paceline.aggregation import Aggregation, registered
 from paceline.core.errors import InputError
 from paceline.strategy import Strategy
-from paceline.support import ENGINE_FEATURES, Case
-from paceline.support.table import TABLE, Row
+from paceline.support import ENGINE_FEATURES, TABLE, Case, Row
 
 CASES = [
     ("new", "shards=2", {"features": frozenset()}),
@@ -25,7 +24,6 @@ CASES = [
     ("distributed", "replicas=2 servers=2", {}),
     ("local", "replicas=2 standby=1", {}),
     ("new", "compile=true", {"features": frozenset()}),
-    ("ray", "replicas=2 servers=2 standby=1", {}),
     ("local", "replicas=2 accumulate=2 aggregation=local-steps:period=4", {}),
     ("local", "replicas=2", {"times": True}),
     ("new", "replicas=2 aggregation=asynchronous", {"features": frozenset()}),

@@ -1,6 +1,7 @@
 """Table of what runs where: feature × engine × policy × device -> the sentence to show for what does not run.
 
-All combinations that Paceline refuses because two features exclude each other are in ``table.py``, once.
+All combinations that Paceline refuses because two features exclude each other are in ``engine_rows.py`` and
+``feature_rows.py``, once.
 ``train_options`` checks the table before anything starts, the planner checks each arrangement, and the README's table
 is made from it. Other errors are raised where they belong: a field's own value by ``Strategy``, a schedule's sizes by
 the schedule, a missing GPU or a wrong number of processes by the engine, which sees the machine, a model by its
@@ -12,9 +13,14 @@ To add an engine, list in its class the features that it supports (:data:`Featur
 from paceline.aggregation import text_of
 from paceline.core.errors import InputError
 from paceline.support.case import ENGINE_FEATURES, Case, Feature
-from paceline.support.table import TABLE, Row
+from paceline.support.engine_rows import ENGINE_ROWS
+from paceline.support.feature_rows import FEATURE_ROWS
+from paceline.support.row import Row
 
-__all__ = ["ENGINE_FEATURES", "Case", "Feature", "first_row", "refuse"]
+__all__ = ["ENGINE_FEATURES", "TABLE", "Case", "Feature", "Row", "first_row", "refuse"]
+
+# All rows in the order in which they are checked: the first that applies is shown.
+TABLE: tuple[Row, ...] = (*ENGINE_ROWS, *FEATURE_ROWS)
 
 
 def refuse(case: Case) -> None:

@@ -1,41 +1,16 @@
-"""Rows of the table of support: each is a combination that does not run, with the sentence to show."""
+"""Rows about features that exclude each other, whatever the engine, and about what is built for CPUs alone."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
-from paceline.core.delta import Change, Distance, Gradient, InPlace
+from paceline.core.delta import Change, Distance, Gradient
 from paceline.support.case import Case
-
-
-class Row(NamedTuple):
-    """One combination that is not supported."""
-
-    applies: Callable[[Case], bool]
-    sentence: str
-    """The values, the rule, and the line to write instead, as a template: ``{s.shards}`` is a field of the strategy."""
-    feature: str = ""
-    """The feature of which the sentence shows ``{value}``, or ``{engines}`` that support it."""
-
-
-def _used(c: Case, field: str) -> bool:
-    """Return whether an optional field of the strategy is set."""
-    return getattr(c, field) not in (None, False, "none")
-
-
-def _unsupported(field: str) -> Row:
-    """Return the row of a field of the strategy that an engine does not support."""
-    return Row(
-        lambda c: _used(c, field) and not c.supports(field, c.features),
-        "{feature}={value} is supported by engine={engines} alone, not by engine={engine}; leave it out, or write "
-        "engine={engines}",
-        field,
-    )
+from paceline.support.row import Row, in_place, real, used
 
 
 def _whole_delta(field: str) -> Row:
     """Return the row of a field under which no rank has the sum of all Δs."""
     return Row(
-        lambda c: c.noise_scale and _used(c, field),
+        lambda c: c.noise_scale and used(c, field),
         f"noise_scale=True measures the sum of all Δs, of which under {field}=True each rank has a part alone; leave "
         "one of them out for the run that measures",
     )
@@ -44,7 +19,7 @@ def _whole_delta(field: str) -> Row:
 def _between_replicas(field: str, applies: Callable[[Case], bool], workers: str) -> Row:
     """Return the row of a field about what replicas send, for replicas of several workers."""
     return Row(
-        lambda c: applies(c) and _used(c, field),
+        lambda c: applies(c) and used(c, field),
         f"{{feature}}={{value}} is about what whole replicas send each other, but {workers}; leave {{feature}} out",
         field,
     )
@@ -53,25 +28,16 @@ def _between_replicas(field: str, applies: Callable[[Case], bool], workers: str)
 def _own_steps(field: str, what: str) -> Row:
     """Return the row of a field of the strategy that divides what each replica has whole where it steps by itself."""
     return Row(
-        lambda c: _used(c, field) and not isinstance(c.policy.delta, Gradient),
+        lambda c: used(c, field) and not isinstance(c.policy.delta, Gradient),
         f"{{feature}}={{value}} divides {what} among replicas, but under aggregation={{policy}} each takes steps of "
         "its own; leave it out, or write aggregation=synchronous",
         field,
     )
 
 
-def _in_place(c: Case) -> bool:
-    return isinstance(c.policy.delta, InPlace)
-
-
-def _real(c: Case) -> bool:
-    """Return True if workers really run: in virtual time one process computes their results."""
-    return "virtual-time" not in c.features
-
-
 def _compiled_stages(c: Case) -> bool:
     """Return True if stages are compiled: in virtual time there are none, and the model is compiled whole."""
-    return c.compile and c.pipelined and _real(c)
+    return c.compile and c.pipelined and real(c)
 
 
 def _in_turns(c: Case) -> bool:
@@ -80,149 +46,11 @@ def _in_turns(c: Case) -> bool:
     return isinstance(delta, Change) and (delta.fragments > 1 or delta.overlap > 0)
 
 
-def _alone(c: Case) -> bool:
-    """Return True if the run is to survive deaths without a server that has A."""
-    return c.survives_deaths and c.lockstep and "no-server" in c.features
-
-
 _SHARDS = "shards={s.shards} of one replica send parts of tensors"
 _STAGES = "stages={s.stage_count} of one replica send activations alone"
 _MOVES = "but under schedule={s.schedule} each stage moves its weights before the others have their gradients"
 
-_RESTART = "write checkpoint='ckpt', resume=True under torchrun --max-restarts=3"
-
-# All rows in the order in which they are checked: the first that applies is shown.
-TABLE: tuple[Row, ...] = (
-    # ------------------------------------------------------------------------ what an engine does not support at all
-    Row(
-        lambda c: c.shards > 1 and "shards" not in c.features,
-        "shards={s.shards}: engine={engine} does not divide operators; write engine={engines}",
-        "shards",
-    ),
-    Row(
-        lambda c: c.shard_rules and c.shards == 1,
-        "shard_rules={s.shard_rules} say how operators are divided, but shards={s.shards} leaves them whole; write "
-        "shards=2, or leave shard_rules out",
-    ),
-    Row(
-        lambda c: c.pipelined and "stages" not in c.features,
-        "stages={s.stages} micro_batches={s.micro_batch_count}: engine={engine} does not run pipelines; write "
-        "engine={engines}",
-        "stages",
-    ),
-    _unsupported("compression"),
-    _unsupported("shard_parameters"),
-    _unsupported("shard_optimizer"),
-    Row(
-        lambda c: (c.servers or 1) > 1 and "servers" not in c.features,
-        "servers={s.servers}: under engine={engine} A is not divided among servers; write servers=1, or "
-        "engine={engines}",
-        "servers",
-    ),
-    Row(
-        lambda c: (c.servers or 1) > 1 and c.lockstep and "no-server" in c.features,
-        "servers={s.servers} have a slice of A each, but under engine={engine} aggregation={policy} every rank has A; "
-        "leave servers out, or write aggregation=asynchronous",
-    ),
-    _unsupported("standby"),
-    _unsupported("compile"),
-    Row(
-        lambda c: c.accumulate > 1 and not isinstance(c.policy.delta, Gradient),
-        "accumulate={s.accumulate} is for policies that send gradients, but under aggregation={policy} replicas take "
-        "steps of their own; write accumulate=1 and a longer period",
-    ),
-    Row(
-        lambda c: c.times and _real(c),
-        "times= sets virtual time, but engine={engine} runs in real time; write engine='virtual'",
-    ),
-    Row(
-        lambda c: not c.lockstep and "asynchronous" not in c.features,
-        "aggregation={policy}: under engine={engine} all replicas make one update together; write "
-        "aggregation=synchronous, or engine={engines}",
-        "asynchronous",
-    ),
-    # ----------------------------------------------------------------- replicas that come and go, or die
-    Row(
-        lambda c: c.elastic and "elastic" not in c.features,
-        "replicas={s.bounds}: under engine={engine} the number of replicas is fixed; write engine={engines}, or "
-        "replicas={s.replicas}",
-        "elastic",
-    ),
-    Row(
-        lambda c: c.elastic and c.partition == "disjoint",
-        "replicas={s.bounds} share one stream of batches, but under partition=disjoint each replica has its own "
-        "subset; write partition=global, or replicas={s.replicas}",
-    ),
-    Row(
-        lambda c: c.elastic and _in_place(c),
-        "replicas={s.bounds}: under aggregation={policy} a replica knows its next batches by itself, but those that "
-        "come and go are given theirs; write aggregation=asynchronous, or replicas={s.replicas}",
-    ),
-    Row(
-        lambda c: c.elastic and c.global_batch,
-        "global_batch_size= divides a batch among all replicas, but the number of replicas={s.bounds} changes; write "
-        "batch_size= in the program, or replicas={s.replicas}",
-    ),
-    Row(
-        lambda c: c.elastic and c.on_death == "stop",
-        "replicas={s.bounds} go on without replicas that are no more, but on_death='stop' ends the run at the first; "
-        "leave on_death out, or write replicas={s.replicas}",
-    ),
-    Row(
-        lambda c: c.survives_deaths and "on_death" not in c.features,
-        "on_death={on_death}: engine={engine} has no replicas that could die, or all die with one; write "
-        "engine={engines}",
-        "on_death",
-    ),
-    Row(
-        lambda c: c.on_death is not None and "virtual-time" in c.features,
-        "on_death={on_death} is about processes, but engine={engine} has one; write engine=local, or leave it out",
-    ),
-    Row(
-        lambda c: _alone(c) and c.several_workers,
-        "on_death={on_death}: under engine={engine} each rank of a replica of several workers has the only copy of its "
-        f"part of A; {_RESTART}, or engine='ray' (many hosts) or engine='local' (one)",
-    ),
-    Row(
-        lambda c: c.on_death == "replace" and "no-server" in c.features,
-        "on_death=replace: engine={engine} starts no processes, so it replaces none; write on_death='continue', under "
-        "which a rank that is started again joins",
-    ),
-    Row(
-        lambda c: _alone(c) and (bool(c.shard_optimizer) or c.shard_parameters),
-        "on_death={on_death} needs A and its optimizer whole on every rank, but shard_optimizer or shard_parameters "
-        f"divides them among the ranks; leave it out, or {_RESTART}",
-    ),
-    Row(
-        lambda c: _alone(c) and c.compression != "none",
-        "on_death={on_death} makes a round again, but by then compression={s.compression} has moved on what it keeps "
-        f"for later; leave it out, or {_RESTART}",
-    ),
-    Row(
-        lambda c: _alone(c) and isinstance(c.policy.delta, Change) and c.policy.delta.overlap > 0,
-        "on_death={on_death} makes a round again, which under aggregation={policy} is under way while others compute; "
-        "leave overlap out, or write on_death='stop'",
-    ),
-    Row(
-        lambda c: _alone(c) and c.device != "cpu",
-        "on_death={on_death} breaks collectives off, which is built for CPUs alone, not for device={s.device}; write "
-        f"device=cpu, or {_RESTART}",
-    ),
-    Row(
-        lambda c: _alone(c) and (c.noise_scale or c.on_nonfinite == "skip"),
-        "on_death={on_death}: under engine={engine} a round that is made again takes no Δ twice, but noise_scale=True "
-        f"and on_nonfinite='skip' do; leave them out, or {_RESTART}",
-    ),
-    Row(
-        lambda c: c.survives_deaths and not c.flushes,
-        "on_death={on_death} keeps A where it outlives replicas, but under schedule={s.schedule} each stage moves its "
-        "weights by itself; write schedule=1f1b, or on_death='stop'",
-    ),
-    Row(
-        lambda c: c.survives_deaths and bool(c.shard_optimizer) and c.several_workers,
-        "on_death={on_death} keeps the optimizer's state where it outlives replicas, but shard_optimizer=True divides "
-        "it among them; leave shard_optimizer out, or write on_death='stop'",
-    ),
+FEATURE_ROWS: tuple[Row, ...] = (
     # ------------------------------------------------ the gradient noise scale: whole Δs and their sum must be visible
     Row(
         lambda c: c.noise_scale and not isinstance(c.policy.delta, Gradient),
@@ -248,27 +76,27 @@ TABLE: tuple[Row, ...] = (
     ),
     # --------------------------------------------------------------- Hogwild: replicas write one A, in one memory
     Row(
-        lambda c: _in_place(c) and c.shards > 1,
+        lambda c: in_place(c) and c.shards > 1,
         "aggregation={policy}: replicas write one A in place, but each of shards={s.shards} has a part of A of its "
         "own; write aggregation=asynchronous",
     ),
     Row(
-        lambda c: _in_place(c) and c.pipelined,
+        lambda c: in_place(c) and c.pipelined,
         "aggregation={policy}: replicas write one A in place, step by step, but each of stages={s.stage_count} has a "
         "part of A of its own; write aggregation=asynchronous",
     ),
     Row(
-        lambda c: _in_place(c) and not _real(c),
+        lambda c: in_place(c) and not real(c),
         "aggregation={policy} writes memory that replicas share, but engine={engine} runs one replica at a time; write "
         "engine=local",
     ),
     Row(
-        lambda c: _in_place(c) and "in-place" not in c.features,
+        lambda c: in_place(c) and "in-place" not in c.features,
         "aggregation={policy} writes memory that replicas share, but the replicas of engine={engine} share none; write "
         "engine=local",
     ),
     Row(
-        lambda c: _in_place(c) and c.device != "cpu",
+        lambda c: in_place(c) and c.device != "cpu",
         "aggregation={policy} shares A in the host's memory, not on device={s.device}; write device=cpu",
     ),
     # --------------------------------------------------------------------- operators that are divided among workers
@@ -280,24 +108,24 @@ TABLE: tuple[Row, ...] = (
         "of such stages are not built yet; write schedule=1f1b",
     ),
     Row(
-        lambda c: c.shards > 1 and _real(c) and c.schedule is not None and c.schedule.splits_backward,
+        lambda c: c.shards > 1 and real(c) and c.schedule is not None and c.schedule.splits_backward,
         "schedule={s.schedule} splits the backward pass of each operator, which is not built for operators that "
         "shards={s.shards} divide; write schedule=1f1b",
     ),
     Row(
-        lambda c: c.shards > 1 and _real(c) and c.pipelined and c.recompute == "all",
+        lambda c: c.shards > 1 and real(c) and c.pipelined and c.recompute == "all",
         "recompute=all cuts a stage into pieces, which is not built for stages that shards={s.shards} divide; write "
         "recompute=boundaries",
     ),
     # -------------------------------------------------------------------------------------------------- pipelines
     Row(
-        lambda c: _real(c) and c.stage_replicas > 1 and c.schedule is not None and not c.schedule.allows_stage_replicas,
+        lambda c: real(c) and c.stage_replicas > 1 and c.schedule is not None and not c.schedule.allows_stage_replicas,
         "stages={copies}: several workers take turns at the micro-batches of a stage where a gradient is complete "
         "before it is applied and a worker has one part of the model, not under schedule={s.schedule}; write "
         "schedule=1f1b, or stages={s.stage_count}",
     ),
     Row(
-        lambda c: _real(c) and c.stage_replicas > c.micro_batches,
+        lambda c: real(c) and c.stage_replicas > c.micro_batches,
         "stages={copies} with micro_batches={s.micro_batch_count}: {most} workers take turns at them, so some would "
         "never have one; write micro_batches={enough}",
     ),
@@ -434,12 +262,12 @@ TABLE: tuple[Row, ...] = (
         "accelerator-stages",
     ),
     Row(
-        lambda c: _used(c, "compression") and isinstance(c.policy.delta, Distance) and "no-server" not in c.features,
+        lambda c: used(c, "compression") and isinstance(c.policy.delta, Distance) and "no-server" not in c.features,
         "compression={s.compression} leaves out small parts of a Δ, but under aggregation={policy} a replica sends its "
         "parameters themselves; leave it out, or write aggregation=local-steps",
     ),
     Row(
-        lambda c: _used(c, "compression") and _in_turns(c),
+        lambda c: used(c, "compression") and _in_turns(c),
         "compression={s.compression} sums all of Δ and at once, but aggregation={policy} sends fragments, or while "
         "others compute; leave one of them out",
     ),
