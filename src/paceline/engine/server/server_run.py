@@ -23,7 +23,6 @@ that brings a Δ, so that no other event comes between. At the end of training i
 """
 
 import asyncio
-import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -43,8 +42,8 @@ from paceline.engine.server.late_replicas import LateReplicas
 from paceline.engine.server.other_servers import OtherServers
 from paceline.engine.server.peer import Notified, Peer
 from paceline.engine.server.push_stream import PushListener
-from paceline.engine.server.replies import Replies
-from paceline.engine.server.run_control import BackgroundTasks, RunControl, wait_for
+from paceline.engine.server.replies import ReplicaProcesses, Replies
+from paceline.engine.server.run_control import RunControl, wait_for
 from paceline.engine.server.server_state import ServerState
 from paceline.engine.server.wire import Listener, StreamAddress
 from paceline.engine.worker_metrics import Figures
@@ -75,7 +74,6 @@ class ServerRun:
     ) -> None:
         self._job, self._number, self._state, self._others = job, number, state, others
         self._loop, self._coordinator = state.loop, state.coordinator
-        self._replicas: list[Notified | None] = [*replicas, *[None] * (len(state.records) - len(replicas))]
         self._run = run = RunControl(state.loop.start_s, state.began)
         self._log = EventLog(number, state, run.changed.set, job.suspect_after_s)
         self._sentences: list[str] = []
@@ -90,9 +88,9 @@ class ServerRun:
         self._late = LateReplicas(job, state)
         self._replies = Replies(state, self._log.settled)
         self._end_saved = False
-        self._tasks = BackgroundTasks()
         self._task: asyncio.Task[None] | None = None
-        executor.cancelled = self._cancel
+        self._processes = ReplicaProcesses(number, replicas, state, self._log.settled)
+        executor.cancelled = self._processes.cancel
         others.lost, others.changed = run.fail, run.changed.set
 
     def take_over(self) -> None:
@@ -104,7 +102,7 @@ class ServerRun:
             state.loop.last_event_s = run.now()
             self._late.handled(run.now())
             for replica in self._coordinator.cancelling:
-                self._cancel(replica)
+                self._processes.cancel(replica)
             self._task = asyncio.ensure_future(self._train())
         if state.queue.snapshots:
             self._evaluation.begin()
@@ -120,7 +118,7 @@ class ServerRun:
         if self._state.phase in ("starting", "training"):
             with self._run.guarded():
                 self._finish()
-        for replica in range(len(self._replicas)):  # also where another server is lost, and takes no event
+        for replica in range(len(self._state.records)):  # also where another server is lost, and takes no event
             self._state.executor.dismiss(replica)
         self._run.done = True
 
@@ -133,7 +131,7 @@ class ServerRun:
             return
         self._change("ready", replica, run.now(), kept)
         if replica in self._coordinator.cancelling:  # since before it took another's place
-            self._cancel(replica)
+            self._processes.cancel(replica)
         self._late.handled(run.now())
         run.changed.set()
         await self._log.settled()
@@ -244,7 +242,7 @@ class ServerRun:
 
     async def replaced(self, replica: ReplicaId, process: Notified) -> None:
         """Call this process from now on in place of one that has died."""
-        self._replicas[replica] = process
+        self._processes.replaced(replica, process)
 
     async def attach(self, standby: Peer) -> None:
         """Have this process follow from now on; return once it has all that this one has."""
@@ -344,17 +342,6 @@ class ServerRun:
         if not self._coordinator.present or self._coordinator.deadline < run.now() + TICK_S:
             run.wake.set()
 
-    def _cancel(self, replica: ReplicaId, attempt: float | None = None) -> None:
-        """Have a replica stop its attempt, or, by infinity, its training, once that may be told."""
-        process, attempt = self._replicas[replica], attempt or self._state.records[replica].attempt
-
-        async def cancel(process: Notified) -> None:
-            await self._log.settled()
-            process.tell("cancel", self._number, attempt)
-
-        if process is not None:
-            self._tasks.start(cancel(process))
-
     def _keep(self, record: Record) -> None:
         self._change("evaluated", record)
         if self._loop.condition_met:
@@ -398,8 +385,7 @@ class ServerRun:
         seconds = min(self._run.now(), self._loop.end_s)
         self._save_end()
         self._change("finish", seconds, self._run.failure is None)
-        for replica in range(len(self._replicas)):
-            self._cancel(replica, math.inf)
+        self._processes.end()
 
     def _snapshot(self) -> Snapshot:
         others = self._others.packed(self._state.counts())
