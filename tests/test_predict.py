@@ -160,7 +160,7 @@ def test_this_process_is_left_as_it_was() -> None:
     ("words", "said"),
     [
         ({"strategy": "replicas=2"}, "replicas=2 are copies of one model, of which one answers; write replicas=1"),
-        ({"strategy": "device=cuda"}, "device=cuda: predict is for CPUs as yet; write device=cpu"),
+        ({"strategy": "device=xla"}, "device=xla, but torch sees none here; write device=cpu"),
         ({"engine": "virtual"}, "engine for predict 'virtual'"),
         ({"engine": "distributed", "strategy": "shards=2"}, "= 2 workers, but torchrun started 1; start 2"),
         ({"inputs": "words"}, "inputs='words' has no tensor of samples"),

@@ -1,11 +1,13 @@
-"""Runs of worker processes, each of which has the accelerator since it is given a model of that device."""
+"""Worker processes, each of which has the accelerator since it is given a model of that device."""
 
 import functools
 from collections.abc import Mapping
 
+import torch
+from torch import Tensor
 from torch.optim import SGD
 
-from paceline import Run, train
+from paceline import Run, predict, train
 from paceline.engine.base import Engine
 from paceline.engine.local.engine import LocalEngine
 from tests.accelerator.target import Target
@@ -33,3 +35,17 @@ def differences(on: Mapping[str, str]) -> dict[str, float]:
             one, other = (trained(strategy, kind, engine) for kind in ("cpu", target.kind))
             found[strategy] = max(float((one.state[name] - other.state[name]).abs().max()) for name in one.state)
     return found
+
+
+def predictions(on: Mapping[str, str]) -> dict[str, float]:
+    """Return how far a model's output is from the CPU's, by strategy."""
+    target, inputs = Target(**on), torch.randn(5, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+    def output(strategy: str, kind: str) -> Tensor:
+        model = programs.batchnorm if kind == "cpu" else target.model(programs.batchnorm)
+        found: Tensor = predict(programs.program(model=model), inputs, f"{strategy} device={kind}")
+        assert found.device.type == "cpu"
+        return found
+
+    strategies = "replicas=1", "stages=2 micro_batches=2", "shards=2"
+    return {each: float((output(each, target.kind) - output(each, "cpu")).abs().max()) for each in strategies}

@@ -66,6 +66,12 @@ def test_worker_processes(session_fork_server: ForkServer, target: Target) -> No
     assert all(difference <= target.bound("momentum") for difference in found.values()), found
 
 
+def test_predictions(session_fork_server: ForkServer, target: Target) -> None:
+    cases = "tests.accelerator.local_cases:predictions"
+    found = running.run(session_fork_server, cases, device=target.module, on=asdict(target))
+    assert all(difference <= target.bound("momentum") for difference in found.values()), found
+
+
 @pytest.mark.timeout(2 * COMBINATIONS_S)
 @pytest.mark.parametrize("which", ["virtual", "local"])
 def test_every_policy_over_every_form(session_fork_server: ForkServer, target: Target, which: str) -> None:

@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from paceline.core.errors import InputError, unknown
 from paceline.core.safe_files import reading
 from paceline.core.types import Seconds
+from paceline.device import refuse_absent, resolved
 from paceline.engine import inference
 from paceline.engine.run_context import refuse_torchrun
 from paceline.engine.spmd.launch_env import LaunchEnv
@@ -107,8 +109,8 @@ def predictor(
         raise InputError(
             f"replicas={strategy.replicas} are copies of one model, of which one answers; write replicas=1"
         )
-    if strategy.device != "cpu":
-        raise InputError(f"device={strategy.device}: predict is for CPUs as yet; write device=cpu")
+    strategy = replace(strategy, device=resolved(strategy.device))
+    refuse_absent(strategy.device)
     if isinstance(state, Run):
         state = state.state
     elif state is not None and not isinstance(state, Mapping):

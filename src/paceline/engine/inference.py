@@ -15,12 +15,14 @@ from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from paceline.aggregation import Synchronous
 from paceline.comm.fork_server import ForkServer
 from paceline.comm.shared_memory import SpillAllocator
 from paceline.core.errors import InputError
 from paceline.core.types import Seconds
+from paceline.device import of_worker, placed, use
 from paceline.engine.run_context import own_settings, threads
 from paceline.engine.spmd.launch_env import LaunchEnv, backend_for
 from paceline.engine.spmd.launcher import PRELOAD, WorkerPool
@@ -33,7 +35,7 @@ from paceline.engine.spmd.rank_context import (
     open_rank_context,
 )
 from paceline.engine.spmd.tensor_parallel_rank import ProcessGroupTP
-from paceline.program import Program, Tree, call, leaves
+from paceline.program import Program, Tree, call, leaves, on_device
 from paceline.replica.base import Batch
 from paceline.replica.capture.capture import capture
 from paceline.replica.capture.input_spec import Rebuild, batch_size
@@ -78,6 +80,10 @@ class InferenceRequest:
             except RuntimeError as error:
                 raise InputError(f"state does not fit the program's model: {error}") from error
         return module.eval()
+
+    def device(self, rank: int) -> torch.device:
+        """Return the device that a rank computes on."""
+        return of_worker(self.strategy.device, rank)
 
     def begin(self, context: RankContext) -> "InferenceWorker":
         """Return the worker of one rank of a pool."""
@@ -141,13 +147,14 @@ class Predictor:
 @contextmanager
 def in_process(request: InferenceRequest) -> Iterator[Answering]:
     """Context manager: predict in this process."""
-    model = request.model()
+    model, device = request.model(), request.device(0)
+    placed(model, device=device)
 
     def answer(inputs: Tree) -> Tree:
-        with own_settings(), torch.no_grad(), request.program.autocast("cpu"):
+        with own_settings(device.type), torch.no_grad(), request.program.autocast(str(device)):
             if request.strategy.threads is not None:
                 torch.set_num_threads(request.strategy.threads)
-            return call(model, inputs)
+            return on_host(call(model, on_device(inputs, device)))
 
     yield answer
 
@@ -172,18 +179,24 @@ def under_torchrun(request: InferenceRequest, backend: str | None) -> Iterator[A
         backend: of the process group; None: the usual one for the device.
     """
     world = LaunchEnv.current()
-    own_threads, chosen = threads(request.strategy, world.local_size), backend_for("cpu", backend, world)
-    with open_rank_context(world, chosen, "cpu", request.timeout_s, watched=True) as context:
+    kind, device = request.strategy.device, str(request.device(world.rank))
+    own_threads, chosen = threads(request.strategy, world.local_size), backend_for(kind, backend, world)
+    with open_rank_context(world, chosen, device, request.timeout_s, watched=True) as context:
         worker = InferenceWorker(request, context)
 
         def answer(inputs: Tree) -> Tree:
-            with own_settings():
+            with own_settings(kind):
                 torch.set_num_threads(own_threads)
                 local = worker(inputs)
                 answers = [replace(local, pieces=pieces) for pieces in context.gather(local.pieces, "the output")]
             return join_answers(answers, request.strategy, inputs)
 
         yield answer
+
+
+def on_host(output: Tree) -> Tree:
+    """Return an output with all of its tensors on the CPU."""
+    return tree_map_only(Tensor, Tensor.cpu, output)
 
 
 def refuse_inputs(inputs: Tree) -> None:
@@ -237,6 +250,8 @@ class InferenceWorker:
 
     def __init__(self, request: InferenceRequest, context: RankContext) -> None:
         self._request, self._context = request, context
+        self._device = request.device(context.world.rank)
+        use(self._device)
         self._models: list[_StageModel | _ShardModel] = []
 
     def __call__(self, inputs: Tree) -> Answer:
@@ -256,8 +271,9 @@ class InferenceWorker:
                 with build_once_per_host(request.model, context) as module:
                     model = kind(request, context, module, inputs)
                 self._models.append(model)
-            with torch.no_grad():
-                return model.answer(inputs)
+            with torch.no_grad(), request.program.autocast(str(self._device)):
+                answer = model.answer(inputs)
+        return replace(answer, pieces=on_host(answer.pieces))
 
 
 class _ShardModel:
@@ -278,10 +294,12 @@ class _ShardModel:
             check_same_plan(plan, context.gather)
             self._shard = rewrite_for_shard(plan, shards)
             check_shard(self._shard, self.captured, module, inputs, shards, training=False)
+        self._device = request.device(context.world.rank)
+        placed(self._shard.module, device=self._device)
 
     def answer(self, inputs: Tree) -> Answer:
         """Return the whole output, on the first rank."""
-        output = self._shard.module(*self.captured.flatten(inputs))
+        output = self._shard.module(*self.captured.flatten(on_device(inputs, self._device)))
         return Answer({0: output} if self._first else {}, self.captured.rebuild)
 
 
@@ -313,8 +331,10 @@ class _StageModel:
                 pieces = replace(pieces, parts=shard_parts(sharding, own, context.gather).parts)
         self.captured = pieces.captured
         self._plan = CommPlan.of(pieces, strategy.order, self._mesh.stage_replicas, self._count)
-        self._queue = P2PQueue(ProcessGroupP2P(context.communicator, Routes(self._mesh, place)))
+        self._device = request.device(context.world.rank)
+        self._queue = P2PQueue(ProcessGroupP2P(context.communicator, Routes(self._mesh, place), self._device))
         self._part = pieces.parts[place.stage]
+        placed(self._part.module, device=self._device)
         self._part.module.eval()
         self._sends_output = place.stage == len(pieces.parts) - 1 and self._mesh.shard(place) == 0
         self._worker = self._mesh.stage_replicas.number(self._mesh.stage_replica(place))
@@ -328,7 +348,8 @@ class _StageModel:
         for action in program.actions:
             if action.action.kind == "forward":
                 index = action.action.micro_batch
-                outputs[index] = self._forward(action, chunks[index])
+                chunk = chunks[index].to(str(self._device), self._part.inputs, target=False)
+                outputs[index] = self._forward(action, chunk)
         queue.wait_sends()
         return Answer(outputs if self._sends_output else {}, self.captured.rebuild)
 
