@@ -70,6 +70,7 @@ class FirstServerLink:
         take: takes an event or a request, its arguments, and the counts before it; that of the first's standby does so
             in another thread, since it may have to wait there for a server that this one is yet to send the event.
         taken: called after each.
+        failed: called once the first server is told that one has failed.
         staged: returns of which Δs the slices are here that were not decided on.
     """
 
@@ -77,11 +78,12 @@ class FirstServerLink:
         self,
         take: Callable[[str, list[Any], tuple[int, int]], None],
         taken: Callable[[], Awaitable[None]],
+        failed: Callable[[], None],
         staged: Callable[[], Iterable[Staging]],
         *,
         stands: bool,
     ) -> None:
-        self._take, self._taken, self._staged, self._stands = take, taken, staged, stands
+        self._take, self._taken, self._failed, self._staged, self._stands = take, taken, failed, staged, stands
         self.log = FrameLog()
         """Of those that have come."""
         self._taking: asyncio.Future[None] | None = None
@@ -118,6 +120,7 @@ class FirstServerLink:
                     self._take(event, args, tuple(counts))
             except Exception as error:
                 self._tell_failure(f"{type(error).__name__}: {error}")
+                self._failed()
                 raise EOFError from error
             await self._taken()
 

@@ -131,10 +131,10 @@ class OtherServers:
             return f"it can't be reached by the first: {error}; {hint}"
         return _Link(peer, events, words, taken=taken)
 
-    @property
-    def stands(self) -> bool:
-        """Return whether another server has all events, and can take over from the first."""
-        return FIRSTS_STANDBY in self._links
+    def why(self, member: Member) -> str | None:
+        """Return why a server says that it has failed; None: it does not."""
+        link = self._links.get(member)
+        return None if link is None else _told(link.words)
 
     def send(self, event: str, args: Sequence[Any], counts: tuple[int, int]) -> None:
         """Send an event, or a request, that this server takes next itself.
@@ -290,9 +290,9 @@ class OtherServers:
             yield
         except (OSError, EOFError) as error:
             late = isinstance(error, TimeoutError) and error.errno is None  # not the kernel's, which has lost the host
-            link = self._links[member]
-            reason = f"it has not answered the first for {link.events.gettimeout():.1f} s" if late else str(error)
-            self._end(member, _told(link.words) or reason)
+            within_s = self._links[member].events.gettimeout()
+            reason = f"it has not answered the first for {within_s:.1f} s" if late else str(error)
+            self._end(member, self.why(member) or reason)
 
     def _end(self, member: Member, reason: str) -> None:
         """Go on without a server.

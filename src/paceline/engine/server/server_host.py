@@ -61,6 +61,7 @@ class ServerHost:
         await introduce(mesh, peers)
         others = OtherServers(peers, job.timeout_s, job.suspect_after_s)
         await others.connect()
+        mesh.why = others.why
         self._run = ServerRun(job, number, state, replicas, scorer, others, self._address)
 
     async def open_slice(
@@ -102,6 +103,7 @@ class ServerHost:
             others = OtherServers(peers or {}, job.timeout_s, job.suspect_after_s, stood.take_over())
             await others.connect()
             self._stood, state = stood, await stood.promote()
+            stood.mesh.why = others.why
         else:
             assert self._follower is not None, "no copy has come"
             others, state = OtherServers({}, job.timeout_s), self._follower.promote()

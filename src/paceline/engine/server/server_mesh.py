@@ -13,7 +13,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from paceline.core.types import Seconds
 from paceline.engine.server import wire
@@ -71,6 +71,8 @@ class ServerMesh:
         """With what of the next sums has come by each."""
         self._selector = selectors.DefaultSelector()
         self._sums = 0
+        self.why: Callable[[Member], str | None] = lambda _: None
+        """Returns why another server has failed, where that is known."""
 
     def connect(self, others: Mapping[Member, StreamAddress]) -> None:
         """Connect to others.
@@ -155,4 +157,5 @@ class ServerMesh:
         self._selector.unregister(connection)
         connection.close()
         if member.number != self.own.number and member.other not in self._connections:
-            raise ServerLostError(f"{member.label} died, and its slice of A with it: {error}") from error
+            reason = self.why(member) or error
+            raise ServerLostError(f"{member.label} died, and its slice of A with it: {reason}") from error

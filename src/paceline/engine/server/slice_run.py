@@ -61,8 +61,9 @@ class SliceRun:
         packed: messages.Bytes | None,
         address: str,
     ) -> None:
-        self._first = FirstServerLink(self._take, self._notify, self._stagings, stands=member == FIRSTS_STANDBY)
-        self.mesh = ServerMesh(servers, member, job.timeout_s)
+        self.mesh = mesh = ServerMesh(servers, member, job.timeout_s)
+        stands = member == FIRSTS_STANDBY
+        self._first = FirstServerLink(self._take, self._notify, mesh.close, self._stagings, stands=stands)
         share = ServerShare(servers, member.number, self.mesh.summed)
         self._state = state = ServerState(job, None, replicas, share, packed)
         self._replies = Replies(state, _at_once)
