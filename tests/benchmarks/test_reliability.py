@@ -13,10 +13,9 @@ Load = Callable[[str], Any]
 
 
 REDUCED = {
-    "kill": 5, "gang": 2, "protocol": 2, "coordinator": 1, "stop": 2,
-    "nan": 4, "flip": 1, "main": 2, "mutate": 100, "samples": 1, "sigterm": 2,
+    "kill": 5, "protocol": 2, "nan": 4, "main": 2, "mutate": 100, "sigterm": 2,
 }  # fmt: skip
-"""Row -> trials: by value of the row, in five minutes on two idle cores. Those that need root are not among them."""
+"""Row -> trials: by value of the row, in two minutes on two idle cores. Those that need root are not among them."""
 
 
 @pytest.mark.timeout(600)

@@ -86,7 +86,7 @@ def is_one_process(run: Run) -> bool:
 
 
 def main(folder: str, strategy: str, options: str, lost: str) -> int:
-    """Run it, and lose a host; an empty ``lost`` loses none."""
+    """Run it, and lose a host."""
     replicas = Strategy.parse(strategy).replicas
     with hosts(3) as names, cluster(names, [1, 1, 1]) as environment:
         words = [sys.executable, __file__, "drive", folder, strategy, options]
@@ -96,8 +96,7 @@ def main(folder: str, strategy: str, options: str, lost: str) -> int:
             len([*Path(folder).glob("there-*")]) < replicas and process.poll() is None and time.monotonic() < deadline
         ):
             time.sleep(0.05)  # the mark is all that it is told
-        if lost:
-            lose(names[int(lost)])
+        lose(names[int(lost)])
         Path(folder, "lost").touch()
         return process.wait(PATIENCE_S)
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces ne
 
 
 def told(folder: Path, strategy: str, lost: str, **options: Any) -> dict[str, Any]:
-    """What became of a run whose host of this number was lost; of none if it is empty."""
+    """What became of a run whose host of this number was lost."""
     apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     words = [sys.executable, str(SCRIPT), str(folder), strategy, json.dumps(options), lost]
     done = subprocess.run([*apart, *words], capture_output=True, text=True, timeout=800)
@@ -40,12 +40,7 @@ def test_replicas_span_hosts_and_a_lost_host_takes_its_own_alone(tmp_path: Path)
     assert all(reason for _, reason in run["left"])
 
 
-def test_or_ends_the_run_with_its_server_and_the_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"checkpoint": str(tmp_path / "ckpt"), "checkpoint_every": "1 steps"}
-    run = told(tmp_path, "replicas=3 servers=3 aggregation=asynchronous", "1", **settings)
+def test_or_ends_the_run_with_a_server_that_has_no_standby(tmp_path: Path) -> None:
+    run = told(tmp_path, "replicas=3 servers=3 aggregation=asynchronous", "1")
     assert "server " in run["failed"]
     assert "died, and its slice of A with it" in run["failed"]
-    for mark in tmp_path.glob("there-*"):
-        mark.unlink()
-    again = told(tmp_path, "replicas=3 servers=2 aggregation=asynchronous", "", resume=True, **settings)
-    assert again["updates"] >= 9
