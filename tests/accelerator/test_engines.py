@@ -75,6 +75,8 @@ def test_predictions(session_fork_server: ForkServer, target: Target) -> None:
 @pytest.mark.timeout(2 * COMBINATIONS_S)
 @pytest.mark.parametrize("which", ["virtual", "local"])
 def test_every_policy_over_every_form(session_fork_server: ForkServer, target: Target, which: str) -> None:
+    if which == "local" and target.simulated:
+        pytest.skip("all cells of worker processes take two minutes; test_worker_processes has one of each kind")
     cases, on = f"tests.accelerator.combination_cases:{which}", asdict(target)
     found = running.run(session_fork_server, cases, device=target.module, within_s=COMBINATIONS_S, on=on)
     assert_all_but_hogwild(found)

@@ -13,7 +13,7 @@ Load = Callable[[str], Any]
 
 
 REDUCED = {
-    "kill": 5, "protocol": 2, "nan": 4, "main": 2, "mutate": 100, "sigterm": 2,
+    "kill": 5, "protocol": 2, "nan": 2, "main": 2, "mutate": 100, "sigterm": 2,
 }  # fmt: skip
 """Row -> trials: by value of the row, in two minutes on two idle cores. Those that need root are not among them."""
 
