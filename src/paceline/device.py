@@ -19,6 +19,7 @@ AUTO, CPU = "auto", torch.device("cpu")
 # Types whose copies from pinned memory go on while the host does something else.
 PINNED = ("cuda", "xpu")
 
+# Types that have no numbers of 64 bits.
 WITHOUT_FLOAT64 = ("mps",)
 
 

@@ -41,7 +41,7 @@ def clip(vectors: list[Tensor], bound: float) -> None:
     On a device that has float64 the scale is computed there, as the host does it, and the host does not wait; but for
     half precision, to which a scale on the device would be rounded.
     """
-    if not vectors or any(not keeps_scale(v) for v in vectors):
+    if not vectors or any(not _keeps_scale(v) for v in vectors):
         clip_by_square(vectors, square_norm(vectors), bound)
         return
     squares = [torch.linalg.vector_norm(v).double().square() for v in vectors]
@@ -52,6 +52,6 @@ def clip(vectors: list[Tensor], bound: float) -> None:
         vector.mul_(scale)
 
 
-def keeps_scale(vector: Tensor) -> bool:
+def _keeps_scale(vector: Tensor) -> bool:
     """Return whether a vector is on a device that multiplies it by a number of float64 of its own."""
     return vector.device.type not in (CPU.type, *WITHOUT_FLOAT64) and vector.dtype.itemsize >= 4

@@ -72,7 +72,7 @@ class ServerClient:
         actors = self._actors
         standbys = self._job.strategy.standby > 0
         alone = [actors.standby] if standbys and not actors.others else []
-        members = self._members() if actors.others else {}
+        members = self._members()
         for prepared in [a.receive.remote(self._job_parts) for a in (actors.server, *members.values(), *alone)]:
             self._result(prepared)
         scorer, peers = RayPeer(actors.scorer), [*map(RayPeer, replicas)]
@@ -86,8 +86,10 @@ class ServerClient:
         self.guarded = standbys
 
     def _members(self) -> dict[Member, Any]:
-        """Return the actors of the other servers, and of the standbys of all, that live."""
+        """Return the actors of the other servers, and of the standbys of all, that live; none of an only server."""
         actors = self._actors
+        if not actors.others:
+            return {}
         standbys = [actors.standby, *actors.other_standbys] if self._job.strategy.standby else []
         others = {Member(number): actor for number, actor in enumerate(actors.others, 1)}
         others |= {Member(number, standby=True): actor for number, actor in enumerate(standbys) if actor is not None}
@@ -177,7 +179,7 @@ class ServerClient:
         actors.drop([actors.server])
         actors.server, actors.standby, self.guarded = actors.standby, None, False
         self.watches = {watch: member for watch, member in self.watches.items() if member != FIRSTS_STANDBY}
-        peers = {member: RayPeer(actor) for member, actor in self._members().items()} if actors.others else {}
+        peers = {member: RayPeer(actor) for member, actor in self._members().items()}
         part = self._number, [*map(RayPeer, self._handles())], RayPeer(actors.scorer), peers
         try:
             updates, _ = self._result(actors.server.take_over.remote(*part))

@@ -38,14 +38,11 @@ Staging = tuple[ReplicaId, int, Clock]
 
 
 class FrameLog:
-    """The newest events and requests as they were sent, numbered from 1.
+    """The newest events and requests as they were sent, numbered from 1."""
 
-    Args:
-        count: how many there have been.
-    """
-
-    def __init__(self, count: int = 0) -> None:
-        self.count = count
+    def __init__(self) -> None:
+        self.count = 0
+        """How many there have been."""
         self._frames: deque[bytes] = deque()
 
     def add(self, frame: bytes, floor: int) -> None:

@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,18 +63,21 @@ class OtherServers:
         peers: the others, and the standbys.
         timeout_s: longest wait for one of them.
         suspect_after_s: time after which one whose slice another has, too, is lost where it does not answer, at least.
-        log: the newest events and requests; None: the run begins.
+        log: the newest events and requests of the first server before this one; None: the run begins.
     """
 
     def __init__(
         self,
         peers: Mapping[Member, Peer],
         timeout_s: Seconds,
-        suspect_after_s: Seconds = 0.0,
+        suspect_after_s: Seconds,
         log: FrameLog | None = None,
     ) -> None:
         self._peers, self._timeout_s, self._suspect_after_s = peers, timeout_s, suspect_after_s
         self._log = log or FrameLog()
+        self._sent = self._log.count
+        """How many events and requests there have been."""
+        self.servers = servers_of(peers)
         self.lost: Callable[[ServerLostError], None] = lambda _: None
         """Called when nobody has a slice any more."""
         self._links: dict[Member, _Link] = {}
@@ -120,8 +123,6 @@ class OtherServers:
             events.settimeout(self._timeout_s)
             for frame in self._log.after(taken):
                 events.sendall(frame)
-                if member == FIRSTS_STANDBY:
-                    wire.read(events, len(ACKNOWLEDGED))
             words = await asyncio.to_thread(wire.connect, address, {"first": "staged"})
             if member == FIRSTS_STANDBY:
                 self._forwarder = SliceForwarder(await asyncio.to_thread(connect_forwarder, address))
@@ -148,7 +149,7 @@ class OtherServers:
             return
         floor = min((link.taken for member, link in self._links.items() if member != FIRSTS_STANDBY), default=0)
         frame = wire.json_bytes([event, to_json(tuple(args)), counts, floor])
-        self._log.add(frame, floor)
+        self._sent += 1
         for member, link in [*self._links.items()]:
             with self._ending(member):
                 link.events.sendall(frame)
@@ -170,18 +171,21 @@ class OtherServers:
     def packed(self, counts: tuple[int, int]) -> list[Bytes]:
         """Return what all other servers have of A, its optimizer and the Δs that wait, as bytes."""
         frame = wire.json_bytes([PACK, [], counts, 0])
-        return [self._packed(number, frame) for number in range(1, 1 + max((m.number for m in self._peers), default=0))]
+        return [self._packed(number, frame) for number in range(1, self.servers)]
+
+    def _with_slice(self, number: int) -> list[tuple[Member, _Link]]:
+        """Return those that have a slice."""
+        return [(member, link) for member, link in self._links.items() if member.number == number]
 
     def _packed(self, number: int, frame: bytes) -> Bytes:
-        for member, link in [*self._links.items()]:
-            if member.number == number:
-                with self._ending(member):
-                    link.events.settimeout(self._bound if member.other in self._links else self._timeout_s)
-                    link.events.sendall(frame)
-                    (size,) = COUNT.unpack(wire.read(link.events, COUNT.size))
-                    found = np.empty(size, np.uint8)
-                    wire.read_into(link.events, found.data)
-                    return found
+        for member, link in self._with_slice(number):
+            with self._ending(member):
+                link.events.settimeout(self._bound if member.other in self._links else self._timeout_s)
+                link.events.sendall(frame)
+                (size,) = COUNT.unpack(wire.read(link.events, COUNT.size))
+                found = np.empty(size, np.uint8)
+                wire.read_into(link.events, found.data)
+                return found
         raise ServerLostError(f"server {number} died, and its slice of A with it")
 
     async def staged(self, completion: PushCompletion, arrays: Sequence[Bytes]) -> None:
@@ -198,7 +202,7 @@ class OtherServers:
             try:
                 async with self._changed:
                     changed = self._changed.wait_for(lambda: not lacking())
-                    await asyncio.wait_for(changed, self._suspect_after_s or None)
+                    await asyncio.wait_for(changed, self._suspect_after_s)
             except TimeoutError:
                 await asyncio.gather(*(self._look_after(member) for member in lacking()))
 
@@ -229,28 +233,27 @@ class OtherServers:
             state: the slice of this server.
             slices: of all.
         """
-        if len(slices) == 1:
+        if self.servers == 1:
             return state
-        arrays = await self._ask(method, len(slices), self._log.count)
+        arrays = await self._ask(method, self._sent)
         others = (state_of(part.layout, own) for part, own in zip(slices[1:], arrays, strict=True))
         return joined(slices, [state, *others])
 
-    async def optimizer_bytes(self, slices: int) -> int:
-        """Return the size of the optimizer's state that they have of so many slices."""
-        return sum(await self._ask("optimizer_bytes", slices))
+    async def optimizer_bytes(self) -> int:
+        """Return the size of the optimizer's state that they have."""
+        return sum(await self._ask("optimizer_bytes"))
 
-    async def _ask(self, method: str, slices: int, *args: Any) -> list[Any]:
+    async def _ask(self, method: str, *args: Any) -> list[Any]:
         """Call a method of one server of each slice, and return the results."""
-        return await asyncio.gather(*(self._ask_one(number, method, args) for number in range(1, slices)))
+        return await asyncio.gather(*(self._ask_one(number, method, args) for number in range(1, self.servers)))
 
     async def _ask_one(self, number: int, method: str, args: Sequence[Any]) -> Any:
         reason = "it is lost"
-        for member, link in [*self._links.items()]:
-            if member.number == number:
-                try:
-                    return await link.peer.call("ask", method, *args)
-                except PeerError as error:
-                    reason = str(error)
+        for _, link in self._with_slice(number):
+            try:
+                return await link.peer.call("ask", method, *args)
+            except PeerError as error:
+                reason = str(error)
         raise ServerLostError(f"server {number} died, and its slice of A with it: {reason}")
 
     def close(self) -> None:
@@ -314,6 +317,11 @@ class OtherServers:
             error = ServerLostError(f"{member.label} died, and its slice of A with it: {reason}")
             self.lost(error)
             raise error
+
+
+def servers_of(peers: Iterable[Member]) -> int:
+    """Return how many slices there are, that of the first server included."""
+    return 1 + max((member.number for member in peers), default=0)
 
 
 def _told(words: socket.socket) -> str | None:

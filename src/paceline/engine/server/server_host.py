@@ -9,7 +9,7 @@ from paceline.engine.server import messages
 from paceline.engine.server.event_log import Batch, Follower
 from paceline.engine.server.executor import ServerShare
 from paceline.engine.server.messages import Member
-from paceline.engine.server.other_servers import OtherServers
+from paceline.engine.server.other_servers import OtherServers, servers_of
 from paceline.engine.server.peer import Notified, Peer
 from paceline.engine.server.server_mesh import ServerMesh, introduce
 from paceline.engine.server.server_run import ServerRun
@@ -53,7 +53,7 @@ class ServerHost:
         """
         job, peers = self._prepared, peers or {}
         first = len(replicas) if job.strategy.elastic else None
-        servers = 1 + max((member.number for member in peers), default=0)
+        servers = servers_of(peers)
         self._mesh = mesh = ServerMesh(servers, Member(0), job.timeout_s)
         state = ServerState(job, replicas=first, share=ServerShare(servers, 0, mesh.summed))
         for member, peer in sorted(peers.items()):
@@ -106,7 +106,7 @@ class ServerHost:
             stood.mesh.why = others.why
         else:
             assert self._follower is not None, "no copy has come"
-            others, state = OtherServers({}, job.timeout_s), self._follower.promote()
+            others, state = OtherServers({}, job.timeout_s, job.suspect_after_s), self._follower.promote()
         self._run = run = ServerRun(job, number, state, replicas, scorer, others, self._address)
         run.take_over()
         return state.counts()

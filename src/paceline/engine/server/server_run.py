@@ -276,9 +276,7 @@ class ServerRun:
         loop.ended_late(late, self._run.now())
         records = sorted(loop.history.records, key=lambda record: record.time_s)
         whole = await self._others.joined("newest", state.executor.owner.state, state.executor.slices)
-        optimizer_bytes = state.executor.owner.flat_optimizer.nbytes + await self._others.optimizer_bytes(
-            len(state.executor.slices)
-        )
+        optimizer_bytes = state.executor.owner.flat_optimizer.nbytes + await self._others.optimizer_bytes()
         notes = {"threads": threads(self._job.strategy), "server_optimizer_bytes": optimizer_bytes}
         account = state.account(self._checkpointer.notes() | self._late.pace.notes() | notes, signal)
         arrays, spans = messages.arrays_of(whole), state.executor.spans.read()
@@ -309,12 +307,7 @@ class ServerRun:
         self._others.send(event, args, self._state.counts())
 
     def _take(
-        self,
-        completion: messages.PushCompletion,
-        refs: Sequence[Any],
-        arrays: Sequence[messages.Bytes],
-        *,
-        lent: bool,
+        self, completion: messages.PushCompletion, refs: Sequence[Any], arrays: Sequence[messages.Bytes], *, lent: bool
     ) -> None:
         """Have the policy decide on a Δ, or let a replica whose attempt was cancelled go on."""
         run, state, log, replica, now = self._run, self._state, self._log, completion.replica, self._run.now()

@@ -39,13 +39,7 @@ from paceline.engine.step_profile.forecast import virtual_span
 from paceline.engine.virtual.attempts import Attempts
 from paceline.engine.virtual.durations import durations_of
 from paceline.engine.virtual.pending_delta import BatchSources, PendingDelta
-from paceline.engine.virtual.saved_state import (
-    KEY,
-    VirtualState,
-    attempt_chunks,
-    held_attempts,
-    restored_attempts,
-)
+from paceline.engine.virtual.saved_state import KEY, VirtualState, attempt_chunks, held_attempts, restored_attempts
 from paceline.engine.virtual.user_loops import UserLoops
 from paceline.engine.virtual.vmap_gradients import delta_computer
 from paceline.replica.flat_state import FlatLayout, FlatState, write
