@@ -61,7 +61,7 @@ def failed(engine: LocalEngine, kind: type[PacelineError], what: Any, **settings
     fork_server = engine._fork_server
     assert fork_server is not None
     assert not fork_server._children
-    assert leaks.files() == before
+    assert not leaks.since(before)
     return str(raised.value)
 
 

@@ -15,3 +15,8 @@ def files() -> Counter[str]:
         except FileNotFoundError:  # the listing's own
             continue
     return names
+
+
+def since(before: Counter[str]) -> Counter[str]:
+    """The files that it has open beyond those of `before`; what earlier tests left may have been closed meanwhile."""
+    return files() - before
