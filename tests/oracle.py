@@ -182,6 +182,17 @@ def parameter_server(
     return server.values(), staleness
 
 
+def one_exchange_behind(program: Program, steps: int) -> Values:
+    """One replica that pulls ahead: each gradient is of the A before the one that there is."""
+    server, worker, data = Plain(program), Plain(program), order(program, 1)
+    versions = [server.values()]
+    for k in range(steps):
+        worker.load(versions[max(0, k - 1)])
+        server.step(worker.gradient(data.batch(0, k), step_seed(program.seed, 0, k)))
+        versions.append(server.values())
+    return server.values()
+
+
 def local_steps(
     program: Program, replicas: int, rounds: int, period: int, outer: Callable[[Values, Values], Values] | None = None
 ) -> Values:

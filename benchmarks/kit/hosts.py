@@ -6,8 +6,10 @@ import subprocess
 import uuid
 from collections.abc import Iterator
 
-LATENCY, BURST_BYTES, BURST_S = "50ms", 32_000, 1e-3
-"""Of what a link that is too slow holds back; what it may send at once, at least, and in seconds of its rate."""
+LATENCY, BURST_BYTES, BURST_S = "50ms", 80_000, 1e-3
+"""Of what a link that is too slow holds back; what it may send at once, at least, and in seconds of its rate.
+
+A link that may send less than 64 KiB at once has the kernel cut each segment into packets, which costs a core."""
 
 
 def address(host: int) -> str:

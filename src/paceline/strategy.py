@@ -93,6 +93,8 @@ class Strategy:
             share no memory, or in virtual time over a network; None: as many as hosts, as far as each has some MB.
         standby: copies of A and of all that its server knows, in a process of their own that takes over if the server's
             dies: 0 or 1; of several servers, each has one.
+        pull_ahead: whether a replica computes on with the A that it has while its Δ is sent and the next A comes; so
+            each Δ is of an A that is one exchange older.
         compile: whether forward and backward of each worker's part of the model are compiled by torch.compile, and
             compared with the part itself before it trains.
 
@@ -126,6 +128,7 @@ class Strategy:
     shard_parameters: bool = False
     servers: int | None = None
     standby: int = 0
+    pull_ahead: bool = False
     compile: bool = False
     least_replicas: int | None = None
 
@@ -155,7 +158,7 @@ class Strategy:
         # One text for each value, so that strategies that mean the same compare equal.
         for name, canonical in _CANONICAL.items():
             object.__setattr__(self, name, canonical(getattr(self, name)))
-        for name in ("shard_parameters", "compile"):
+        for name in ("shard_parameters", "pull_ahead", "compile"):
             check_bool(name, getattr(self, name))
         if not (isinstance(self.device, str) and self.device.isidentifier()):
             raise InputError(

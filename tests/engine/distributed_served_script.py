@@ -10,7 +10,7 @@ from paceline import PacelineError, launch, train
 from paceline.comm import recycling
 from tests.engine import programs
 from tests.engine.distributed_cases import keep
-from tests.engine.served_cases import LOCKSTEP, POLICIES, STEPS, TEAMS, at_servers, program
+from tests.engine.served_cases import AHEAD, LOCKSTEP, POLICIES, STEPS, TEAMS, at_servers, program
 
 folder, what, *words = sys.argv[1:]
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -30,6 +30,13 @@ def teams() -> None:
         run = train(given, at_servers(f"replicas={size // 2} {more}"), steps=4, **QUIET)
         keep(Path(folder), more, (run.model, len(run.summary["parameter_bytes"])))
     assert dict(os.environ) == before
+
+
+def ahead() -> None:
+    for form in AHEAD[size]:
+        strategy = f"replicas=1 aggregation=asynchronous pull_ahead=true {form}"
+        run = train(program(model=programs.wide, clip_norm=0.5), strategy, steps=STEPS, **QUIET)
+        keep(Path(folder), form, (run.model, run.summary["staleness"]))
 
 
 def policies() -> None:

@@ -58,6 +58,9 @@ LOCKSTEP: dict[str, tuple[Program, str, float]] = {
 TEAMS = ("stages=2", "shards=2 servers=2", "stages=2 micro_batches=2 servers=4")
 """Of replicas of two."""
 
+AHEAD = {1: ("",), 2: ("stages=2 micro_batches=2 servers=2", "shards=2")}
+"""Forms of one replica that pulls ahead, by its workers."""
+
 SPANNING = ("stages=2 micro_batches=2 servers=2", "shards=2")
 """Of one replica, whose workers are on two hosts."""
 

@@ -13,7 +13,7 @@ from paceline.comm.fork_server import ForkServer
 from tests import oracle, ranks
 from tests.engine import programs
 from tests.engine.distributed_cases import kept
-from tests.engine.served_cases import LOCKSTEP, POLICIES, ROUNDING, STEPS, TEAMS, program
+from tests.engine.served_cases import AHEAD, LOCKSTEP, POLICIES, ROUNDING, STEPS, TEAMS, program
 from tests.ranks import Play
 
 SCRIPT = Path(__file__).with_name("distributed_served_script.py")
@@ -35,6 +35,16 @@ def test_over_replicas_of_several_workers(play: Play, tmp_path: Path) -> None:
         for model, workers in kept(tmp_path, more, 4):
             oracle.assert_same(model, expected, ROUNDING)
             assert workers == 4
+
+
+@pytest.mark.parametrize("size", AHEAD)
+def test_one_that_pulls_ahead_computes_with_the_a_before(play: Play, tmp_path: Path, size: int) -> None:
+    play(SCRIPT, "ahead", size=size, folder=tmp_path)
+    expected = oracle.one_exchange_behind(program(model=programs.wide, clip_norm=0.5), STEPS)
+    for form in AHEAD[size]:
+        for model, staleness in kept(tmp_path, form, size):
+            oracle.assert_same(model, expected, ROUNDING)
+            assert staleness == {"0": 1, "1": STEPS - 1}
 
 
 def test_every_policy_counts_each_delta_once(play: Play, tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ POLICIES = {
     "buffered:k=2,hold=false": {},
     "buffered:k=2,cancel=true": {},
     "stale-synchronous:bound=2": {},
+    "asynchronous pull_ahead=true": {"noise_scale": True},
+    "buffered:k=2,cancel=true pull_ahead=true": {},
     "local-steps:period=3": {},
     "local-steps:period=4,fragments=2,overlap=1,outer=nesterov": {},
     "elastic-averaging:period=2": {},

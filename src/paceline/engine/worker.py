@@ -11,10 +11,8 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import Any, Protocol, final
 
 import torch
@@ -25,7 +23,7 @@ from paceline.core.errors import InputError
 from paceline.core.types import Clock, ReplicaId, Seconds
 from paceline.engine.batch_dispatcher import NO_BATCHES
 from paceline.engine.run_context import RunContext
-from paceline.engine.worker_metrics import STEP_TIMES, Figures, MetricsSink
+from paceline.engine.worker_metrics import STEP_TIMES, Figures, MetricsSink, peak_bytes
 from paceline.replica.base import Batch, Measured, Replica, as_batch
 from paceline.replica.flat_state import FlatState
 from paceline.step import Server, step
@@ -62,6 +60,9 @@ class ParameterClient(Server[FlatState, Measured], Protocol):
 
     def pause(self, seconds: Seconds) -> None:
         """Wait for an injected delay, or until cancelled."""
+
+    def taken_back(self) -> int:
+        """Return how many of the last micro-steps are to be made again, on other batches, since the last call."""
 
 
 class GrantedClient(ABC):
@@ -111,6 +112,10 @@ class GrantedClient(ABC):
         self._done = 0
         self.push(Measured(math.nan, 0, True), cancelled=True)
         return skipped
+
+    def taken_back(self) -> int:
+        """Return how many of the last micro-steps are to be made again: none, where each is granted before."""
+        return 0
 
     @abstractmethod
     def push(self, measured: Measured, *, cancelled: bool = False) -> None:
@@ -237,28 +242,6 @@ class InstrumentedReplica(Replica):
         return measured
 
 
-def peak_bytes() -> int:
-    """Return the most memory that this process has used, as :func:`proportional_bytes` counts it.
-
-    That is its memory now, plus what it has released since its peak; 0 where the kernel does not report it.
-    """
-    now, peak = (_kernel_bytes("/proc/self/status", name) for name in ("VmRSS", "VmHWM"))
-    return proportional_bytes() + max(0, peak - now)
-
-
-def proportional_bytes() -> int:
-    """Return this process's memory now, shared pages divided by the number of their users (Pss); 0 if unknown."""
-    return _kernel_bytes("/proc/self/smaps_rollup", "Pss")
-
-
-def _kernel_bytes(path: str, name: str) -> int:
-    with suppress(OSError):
-        for line in Path(path).read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith(f"{name}:"):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
 class TrainingEnded(Exception):  # noqa: N818 (an end, not an error)
     """Raised by ``worker.step`` after the last step; a loop may let it pass, it ends the loop and nothing else."""
 
@@ -377,7 +360,10 @@ class ClientWorker(Worker):
             self._skip_micro_steps(undone)
             self._metrics.stepped(pushed=False, skipped=undone)
             return math.nan
-        self._metrics.stepped(pushed=client.begins_delta())
+        if again := client.taken_back():
+            self._clock -= again
+        else:
+            self._metrics.stepped(pushed=client.begins_delta())
         return loss
 
     def run(self, loop: Callable[[Any], None] | None) -> None:

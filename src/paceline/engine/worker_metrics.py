@@ -165,3 +165,25 @@ def remove_workers_file(folder: Path) -> None:
             (folder / name).unlink()
     with contextlib.suppress(OSError):
         folder.rmdir()
+
+
+def peak_bytes() -> int:
+    """Return the most memory that this process has used, as :func:`proportional_bytes` counts it.
+
+    That is its memory now, plus what it has released since its peak; 0 where the kernel does not report it.
+    """
+    now, peak = (_kernel_bytes("/proc/self/status", name) for name in ("VmRSS", "VmHWM"))
+    return proportional_bytes() + max(0, peak - now)
+
+
+def proportional_bytes() -> int:
+    """Return this process's memory now, shared pages divided by the number of their users (Pss); 0 if unknown."""
+    return _kernel_bytes("/proc/self/smaps_rollup", "Pss")
+
+
+def _kernel_bytes(path: str, name: str) -> int:
+    with contextlib.suppress(OSError):
+        for line in Path(path).read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    return 0

@@ -27,6 +27,7 @@ Feature: TypeAlias = Literal[
     "servers",  # A in slices, each with a server of its own
     "standby",  # a second copy of A, for the death of the server
     "elastic",  # replicas that come and go while the run lasts
+    "pull_ahead",
     "no-server",  # A is with the replicas alone
     "compile",
 ]
@@ -37,21 +38,21 @@ GROUPS = "groups-"
 _DEVICES: frozenset[Feature] = frozenset({"accelerator", "accelerator-stages"})
 _COMMON: frozenset[Feature] = _DEVICES | {"compile", "stages", "shards"}
 _PARALLEL: frozenset[Feature] = _COMMON | {"async-stages", "noise_scale"}
+_SENT: frozenset[Feature] = frozenset({"compression", "servers", "pull_ahead"})
 
 # Features of the engines that come with Paceline; the planner chooses among engines without importing any.
 ENGINE_FEATURES: Mapping[str, frozenset[Feature]] = {
     "local": _PARALLEL | {"asynchronous", "in-place", "groups-shard_optimizer", "on_death", "elastic"},
-    "virtual": _COMMON | {"asynchronous", "noise_scale", "virtual-time", "servers"},
-    "ray": _COMMON | {"asynchronous", "compression", "on_death", "servers", "standby", "elastic"},
-    "distributed": _PARALLEL
-    | {"asynchronous", "compression", "shard_optimizer", "shard_parameters", "on_death", "servers", "no-server"},
+    "virtual": _COMMON | {"asynchronous", "noise_scale", "virtual-time", "servers", "pull_ahead"},
+    "ray": _COMMON | _SENT | {"asynchronous", "on_death", "standby", "elastic"},
+    "distributed": _PARALLEL | _SENT | {"asynchronous", "shard_optimizer", "shard_parameters", "on_death", "no-server"},
 }
 
 
 # Fields of a case that a strategy has under the same names.
 _SAME = (
     *("replicas", "pipelined", "accumulate", "device", "compression", "shard_optimizer", "shard_parameters"),
-    *("elastic", "partition", "servers", "standby", "compile"),
+    *("elastic", "partition", "servers", "standby", "pull_ahead", "compile"),
 )
 
 
@@ -90,6 +91,7 @@ class Case:
     shard_parameters: bool = False
     servers: int | None = None
     standby: int = 0
+    pull_ahead: bool = False
     compile: bool = False
     elastic: bool = False
     partition: str = "global"

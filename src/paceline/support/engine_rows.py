@@ -57,6 +57,12 @@ ENGINE_ROWS: tuple[Row, ...] = (
     _unsupported("standby"),
     _unsupported("compile"),
     Row(
+        lambda c: c.pull_ahead and "pull_ahead" not in c.features,
+        "pull_ahead=True lets replicas compute while Δ and A travel, but under engine={engine} they lie in memory that "
+        "all share; leave it out, or write engine={engines}",
+        "pull_ahead",
+    ),
+    Row(
         lambda c: c.accumulate > 1 and not isinstance(c.policy.delta, Gradient),
         "accumulate={s.accumulate} is for policies that send gradients, but under aggregation={policy} replicas take "
         "steps of their own; write accumulate=1 and a longer period",

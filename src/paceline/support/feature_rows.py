@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from paceline.aggregation import Synchronous
 from paceline.core.delta import Change, Distance, Gradient
 from paceline.support.case import Case
 from paceline.support.row import Row, in_place, real, used
@@ -178,6 +179,22 @@ FEATURE_ROWS: tuple[Row, ...] = (
         lambda c: not c.flushes and c.batchnorm == "mini-batch",
         "batchnorm=mini-batch waits for the end of a mini-batch, but under schedule={s.schedule} the next one begins "
         "before that; write batchnorm=micro-batch",
+    ),
+    # ------------------------------------------- replicas that compute on while Δ and A travel: Δs are of an older A
+    Row(
+        lambda c: c.pull_ahead and isinstance(c.policy, Synchronous),
+        "pull_ahead=True lets a replica compute on with an A that is older by an update, but aggregation={policy} "
+        "combines Δs of the newest A alone; leave it out, or write aggregation=smooth-switch",
+    ),
+    Row(
+        lambda c: c.pull_ahead and not isinstance(c.policy.delta, Gradient),
+        "pull_ahead=True is for policies that send gradients, but under aggregation={policy} replicas take steps of "
+        "their own, which no exchange interrupts; write a longer period, or aggregation=asynchronous",
+    ),
+    Row(
+        lambda c: c.pull_ahead and c.elastic,
+        "replicas={s.bounds} share one stream of batches, of which no replica knows its next one before its Δ has "
+        "arrived, as pull_ahead=True has it; leave it out, or write replicas={s.replicas}",
     ),
     # ----------------------------------------- compiled parts: what has to happen between two of their operators
     Row(

@@ -15,6 +15,7 @@ from paceline.core.errors import PacelineError
 from paceline.core.mesh import Coordinate
 from paceline.core.records import Record
 from paceline.engine import worker as gauges
+from paceline.engine import worker_metrics
 from paceline.engine.base import Budget, Job
 from paceline.engine.evaluation import SnapshotInfo
 from paceline.engine.local.arena import ArenaLayout, ParameterArena
@@ -219,8 +220,8 @@ def test_memory_is_read_while_others_are_there(
 
 def test_what_was_given_back_counts_for_the_most_that_was_held(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = {"VmRSS": 60, "VmHWM": 100, "Pss": 25}
-    monkeypatch.setattr(gauges, "_kernel_bytes", lambda path, name: kernel[name])
-    assert gauges.peak_bytes() == 25 + 40
+    monkeypatch.setattr(worker_metrics, "_kernel_bytes", lambda path, name: kernel[name])
+    assert worker_metrics.peak_bytes() == 25 + 40
 
 
 def test_a_cancelled_step_counts_whole(metrics: MetricsBlock) -> None:

@@ -79,6 +79,9 @@ class RankClient:
     def ack_cancel(self) -> int:
         raise AssertionError("no attempt is cancelled")
 
+    def taken_back(self) -> int:
+        return 0
+
     def pause(self, seconds: Seconds) -> None:
         """Sleep, or until asked to end; a pause not much shorter than a hang is announced to the other ranks."""
         context = self._context

@@ -26,6 +26,7 @@ class PushBuffers:
         workers: of the replica.
         address: where another process finds the memory; None: this one creates it.
         sparse: whether it has memory only where it is written, since one worker has its part of A there.
+        pull_ahead: whether the next A comes while this one is read, to memory of its own.
 
     Raises:
         PacelineError: there is not so much, or other memory at the address.
@@ -40,11 +41,12 @@ class PushBuffers:
         own_bytes: int = 0,
         workers: int = 1,
         sparse: bool = False,
+        pull_ahead: bool = False,
     ) -> None:
         arena = Arena()
         arena.add("token", (TOKEN_BYTES,), torch.uint8)
         blocks = [*layout.parameters, *layout.buffers]
-        for name in ("delta", "sent"):
+        for name in ("delta", "sent", *(("coming",) if pull_ahead else ())):
             for i, block in enumerate(blocks):
                 arena.add(f"{name} {i}", (block.elements,), block.dtype)
         arena.add("version", (), torch.int64)
@@ -62,10 +64,12 @@ class PushBuffers:
             return FlatState(layout, vectors[: len(layout.parameters)], vectors[len(layout.parameters) :])
 
         self.delta, self.sent = state("delta"), state("sent")
-        """Δ; the A that was sent last."""
+        """Δ; the A that the replica reads."""
+        self.coming = state("coming") if pull_ahead else self.sent
+        """The A that was sent last."""
         self.version = arena.tensor(self._segment, "version")
-        """Of that A, where other workers of the replica read it."""
-        self.delta_arrays, self.sent_arrays = arrays_of(self.delta), arrays_of(self.sent)
+        """Of the A that is read, for other workers of the replica."""
+        self.delta_arrays, self.coming_arrays = arrays_of(self.delta), arrays_of(self.coming)
         self._own = OwnBuffers(self._segment, own_begin, own_bytes)
 
     def arrays(self, completion: PushCompletion) -> list[Bytes]:

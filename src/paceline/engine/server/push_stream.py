@@ -55,6 +55,7 @@ class PushListener:
         allocate: makes the vectors of Δs; None: ordinary memory.
         own_bytes: most bytes of what a replica keeps.
         workers: of each replica.
+        pull_ahead: as of :class:`PushBuffers`.
     """
 
     def __init__(
@@ -66,9 +67,10 @@ class PushListener:
         *,
         own_bytes: int = 0,
         workers: int = 1,
+        pull_ahead: bool = False,
     ) -> None:
         self._part, self._codec, self._push, self._allocate = part, codec, push, allocate
-        self._own_bytes, self._workers = own_bytes, workers
+        self._own_bytes, self._workers, self._pull_ahead = own_bytes, workers, pull_ahead
         self._serving: dict[tuple[int, ...], asyncio.Task[None]] = {}
         """By replica and incarnation."""
 
@@ -82,8 +84,9 @@ class PushListener:
         own_bytes: int = 0,
     ) -> "PushListener":
         """Return that of a run."""
-        workers = context.job.strategy.mesh.per_replica
-        return cls(part, DeltaCodec.of(context, part), push, allocate, own_bytes=own_bytes, workers=workers)
+        strategy, codec = context.job.strategy, DeltaCodec.of(context, part)
+        workers, ahead = strategy.mesh.per_replica, strategy.pull_ahead
+        return cls(part, codec, push, allocate, own_bytes=own_bytes, workers=workers, pull_ahead=ahead)
 
     async def serve(self, connection: socket.socket, memory: Any) -> None:
         """Serve one replica, whose Δ and A are in this memory, until it, or the run, ends."""
@@ -99,7 +102,9 @@ class PushListener:
                 served = await self._serve_push(connection, shared, served)
 
     def _map(self, address: SegmentAddress) -> PushBuffers:
-        return PushBuffers(self._part.whole, address, own_bytes=self._own_bytes, workers=self._workers)
+        return PushBuffers(
+            self._part.whole, address, own_bytes=self._own_bytes, workers=self._workers, pull_ahead=self._pull_ahead
+        )
 
     async def _serve_push(
         self, connection: socket.socket, shared: PushBuffers | None, served: tuple[int, int] | None
@@ -146,7 +151,7 @@ class PushListener:
         facts = (False, 0, *batches, 0) if grant is None else (True, grant.attempt, *batches, grant.version)
         header = _GRANT.pack(*facts)
         if shared is not None:
-            for target, array in zip(self._part.cut_bytes(shared.sent_arrays), arrays, strict=grant is not None):
+            for target, array in zip(self._part.cut_bytes(shared.coming_arrays), arrays, strict=grant is not None):
                 target[:] = array
             arrays = ()
         if sum(array.nbytes for array in arrays) <= JOINED_BYTES:
@@ -212,7 +217,7 @@ class PushStream:
 
     def __init__(self, address: StreamAddress, buffers: PushBuffers, part: FlatSlice) -> None:
         self._buffers, self._part = buffers, part
-        self._sent = part.cut_bytes(buffers.sent_arrays)
+        self._sent = part.cut_bytes(buffers.coming_arrays)
         memory = asdict(buffers.address) if address.host_id == host_id() else None
         self._socket = wire.connect(address, {"memory": memory})
         try:

@@ -64,11 +64,12 @@ def share_buffers(buffers: PushBuffers, pipes: Sequence[CommandPipe]) -> PushMem
     return PushMemory(buffers)
 
 
-def shared_buffers(pipe: CommandPipe, layout: FlatLayout, own_bytes: int, workers: int) -> PushBuffers:
+def shared_buffers(pipe: CommandPipe, run: RunContext, layout: FlatLayout, workers: int) -> PushBuffers:
     """Map the memory of Δ and A that the leader has, or make such memory for a part of them."""
     found = pipe.answer("the memory of Δ and A")
     address = None if found is None else SegmentAddress(**found)
-    return PushBuffers(layout, address, own_bytes=own_bytes, workers=workers, sparse=True)
+    most, ahead = own_bytes(run, layout), run.job.strategy.pull_ahead
+    return PushBuffers(layout, address, own_bytes=most, workers=workers, sparse=True, pull_ahead=ahead)
 
 
 def bind(pipe: CommandPipe, member: GroupMember[PushMemory], number: int, *, keeps: bool) -> None:
@@ -111,7 +112,9 @@ def lead(gang: Gang, assignment: ReplicaAssignment, links: ServerLinks, cancel: 
         pipes, rendezvous = closing.enter_context(gang.led())
 
         def memory(run: RunContext, layout: FlatLayout) -> PushMemory:
-            return share_buffers(PushBuffers(layout, own_bytes=own_bytes(run, layout), workers=len(gang.places)), pipes)
+            most, ahead = own_bytes(run, layout), job.strategy.pull_ahead
+            made = PushBuffers(layout, own_bytes=most, workers=len(gang.places), pull_ahead=ahead)
+            return share_buffers(made, pipes)
 
         kept = assignment.kept or {}
         member = closing.enter_context(open_member(job, gang.places[0], rendezvous, kept, memory, spans.recorder))
@@ -119,7 +122,10 @@ def lead(gang: Gang, assignment: ReplicaAssignment, links: ServerLinks, cancel: 
         attempt = max(assignment.attempt, context.positions[replica].attempt)
         slices = server_slices(context, member.layout, links.count)
         codecs = [DeltaCodec.of(context, part) for part in slices]
-        client = PushClient(links, slices, codecs, assignment, attempt, buffers, cancel, sink, job.timeout_s)
+        ahead = job.strategy.pull_ahead
+        client = PushClient(
+            links, slices, codecs, assignment, attempt, buffers, cancel, sink, job.timeout_s, pull_ahead=ahead
+        )
         closing.callback(client.close)
         own = member.own if own_bytes(context, member.layout) else None
         for number, pipe in enumerate(pipes, 1):
@@ -132,6 +138,7 @@ def lead(gang: Gang, assignment: ReplicaAssignment, links: ServerLinks, cancel: 
             for pipe in pipes:
                 pipe.send(bytes(buffers.kept_bytes(attempt)) if isinstance(pipe, RemotePipe) else attempt)
         metrics = WorkerMetrics(sink, replica, spans.recorder, 2 * size, context.per_step)
+        client.waited = metrics.waited
         measured = InstrumentedReplica(member.leader(pipes, client, lambda _: None), metrics, client, size)
         worker = ClientWorker(context, replica, measured, client, metrics, assignment.micro_steps)
         for pipe in pipes:
@@ -154,7 +161,7 @@ def follow(gang: Gang, assignment: ReplicaAssignment, number: int) -> messages.E
         pipe, rendezvous = closing.enter_context(gang.followed(number))
 
         def memory(run: RunContext, layout: FlatLayout) -> PushMemory:
-            buffers = shared_buffers(pipe, layout, own_bytes(run, layout), workers)
+            buffers = shared_buffers(pipe, run, layout, workers)
             closing.callback(buffers.close)
             return PushMemory(buffers)
 

@@ -36,13 +36,17 @@ def run_replica(job: Job, assignment: ReplicaAssignment, links: ServerLinks, can
         closing.callback(spans.close)
         layout = FlatLayout.of(module, job.running_buffers)
         attempt, most = max(assignment.attempt, context.positions[replica].attempt), own_bytes(context, layout)
-        buffers = PushBuffers(layout, own_bytes=most)
+        buffers = PushBuffers(layout, own_bytes=most, pull_ahead=job.strategy.pull_ahead)
         slices = server_slices(context, layout, links.count)
         codecs = [DeltaCodec.of(context, part) for part in slices]
-        client = PushClient(links, slices, codecs, assignment, attempt, buffers, cancel, sink, job.timeout_s)
+        ahead = job.strategy.pull_ahead
+        client = PushClient(
+            links, slices, codecs, assignment, attempt, buffers, cancel, sink, job.timeout_s, pull_ahead=ahead
+        )
         closing.callback(client.close)
         pushed = sum(codec.nbytes for codec in codecs if codec is not None) or layout.parameter_bytes
         metrics = WorkerMetrics(sink, replica, spans.recorder, layout.parameter_bytes + pushed, context.per_step)
+        client.waited = metrics.waited
         check_in_forward(module, client)
         inner = context.replica(replica, module, layout, spans.recorder)
         measured = InstrumentedReplica(inner, metrics, client, layout.parameter_bytes)

@@ -6,19 +6,23 @@
     over a network      granted at 1, computing from 2 to 3, arriving until 4
                         1- pull -2-- compute --|- delay -3- push -4     1, 3 and 4 are events: at 1 and 3 a message is
                                                                         handed to the network, in order of time
+    pull_ahead          2-- compute --|- delay -|                       from the end of the attempt before, and of its
+                           1- pull -|           3- push -4              pull, on; 3 comes once both are done
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import final
 
 from paceline.clock.network import Traffic
 from paceline.clock.times import EventQueue
-from paceline.core.records import ReplicaPosition, WorkerFigures
+from paceline.core.records import WorkerFigures
 from paceline.core.types import Clock, ReplicaId, Seconds
+from paceline.engine.run_context import RunContext
 from paceline.engine.step_profile.forecast import ReplicaTiming, virtual_span
 from paceline.engine.virtual.durations import AttemptTimes, MeasuredDurations, SampledDurations
 from paceline.engine.virtual.pending_delta import PendingDelta, Phase, ReplicaTimeline
-from paceline.engine.virtual.saved_state import AttemptsState, attempt_state
+from paceline.engine.virtual.saved_state import AttemptsState, ReadStates, attempt_state
+from paceline.replica.flat_state import FlatState
 from paceline.trace.spans import Span
 
 
@@ -27,29 +31,29 @@ class Attempts:
     """Attempts of all replicas, from their grant to the end of their Δ.
 
     Args:
-        positions: where each replica begins.
+        context: of the run.
         durations: of the parts of an attempt.
         traffic: messages over a network; None: durations say how long they take.
         timing: of a replica of several workers.
-        trace: whether spans are kept.
     """
 
     def __init__(
         self,
-        positions: Iterable[ReplicaPosition],
+        context: RunContext,
         durations: SampledDurations | MeasuredDurations,
         traffic: Traffic | None,
         timing: ReplicaTiming,
-        *,
-        trace: bool,
     ) -> None:
-        self._durations, self._traffic, self._timing, self._trace = durations, traffic, timing, trace
-        self.timelines = [ReplicaTimeline(position) for position in positions]
+        self._durations, self._traffic, self._timing = durations, traffic, timing
+        self._trace, self._pull_ahead = context.job.trace, context.job.strategy.pull_ahead
+        self.timelines = [ReplicaTimeline(position) for position in context.positions]
         self._events: EventQueue[PendingDelta] = EventQueue()
         self.arrived: dict[tuple[ReplicaId, Clock], PendingDelta] = {}
         """Those whose Δ has arrived, and was neither applied nor discarded."""
         self.under_way: dict[PendingDelta, None] = {}
         """Those, and the ones that have not arrived, in the order in which they began."""
+        self.ahead: dict[ReplicaId, FlatState] = {}
+        """The A that the next attempt of each replica reads which pulls ahead."""
         self.spans: list[Span] = []
 
     @property
@@ -61,6 +65,14 @@ class Attempts:
         """Return whether there is an event to come."""
         return bool(len(self._events))
 
+    def read(self, replica: ReplicaId, sent: FlatState) -> FlatState:
+        """Return the A that a replica's next attempt reads, where this one is sent: the one before, with pull_ahead."""
+        if not self._pull_ahead:
+            return sent
+        read = self.ahead.get(replica, sent)
+        self.ahead[replica] = sent
+        return read
+
     def begin(self, attempt: PendingDelta, now_s: Seconds, end_s: Seconds) -> None:
         """Let a replica begin an attempt in a run that lasts until ``end_s``."""
         times = self._durations.attempt(attempt.replica, attempt.micro_steps)
@@ -71,8 +83,9 @@ class Attempts:
             attempt.work_s = times.compute, times.delay
             self._schedule(attempt, "granted", now_s)
             return
-        self._work(attempt, times, now_s, now_s + times.pull, end_s)
-        self._schedule(attempt, "arriving", now_s + (times.pull + times.compute + times.delay + times.push))
+        ahead = timeline.ahead_s is not None
+        done_s = self._work(attempt, times, now_s, now_s + times.pull, end_s)
+        self._schedule(attempt, "arriving", done_s + times.push if ahead else now_s + sum(times))
 
     def next(self, end_s: Seconds) -> PendingDelta | None:
         """Take the next event; return the attempt whose Δ has arrived, or None if none has."""
@@ -88,8 +101,8 @@ class Attempts:
         if attempt.phase == "granted":
             from_s = traffic.pull(replica, now_s)
             compute_s, delay_s = attempt.work_s
-            self._work(attempt, AttemptTimes(from_s - now_s, compute_s, delay_s, 0.0), now_s, from_s, end_s)
-            self._schedule(attempt, "computing", from_s + (compute_s + delay_s))
+            times = AttemptTimes(from_s - now_s, compute_s, delay_s, 0.0)
+            self._schedule(attempt, "computing", self._work(attempt, times, now_s, from_s, end_s))
         else:
             self._schedule(attempt, "arriving", traffic.push(replica, now_s))
             if self._trace:
@@ -100,6 +113,7 @@ class Attempts:
         """End the attempt of a replica, whose Δ will not arrive, and return it; None: it is at none."""
         timeline = self.timelines[replica]
         attempt = timeline.attempt
+        self.ahead.pop(replica, None)
         if attempt is not None:
             attempt.void = True
             del self.under_way[attempt]
@@ -124,10 +138,13 @@ class Attempts:
         """Return the state between two events of a run that lasts until ``end_s``."""
         begun = (attempt_state(each, arrived=(each.replica, each.clock) in self.arrived) for each in self.under_way)
         queue = (attempt.replica for attempt in self._events if not attempt.void)
-        return AttemptsState(tuple(begun), tuple(queue), tuple(each.state(end_s) for each in self.timelines))
+        ahead = ((replica, state.version) for replica, state in self.ahead.items())
+        timelines = (each.state(end_s) for each in self.timelines)
+        return AttemptsState(tuple(begun), tuple(queue), tuple(timelines), tuple(ahead))
 
-    def restore(self, state: AttemptsState, attempts: Iterable[tuple[PendingDelta, bool]]) -> None:
-        """Go on where a run stopped, with its attempts, and whether each has arrived."""
+    def restore(self, state: AttemptsState, attempts: Iterable[tuple[PendingDelta, bool]], read: ReadStates) -> None:
+        """Go on where a run stopped, with its attempts, and whether each has arrived; ``read``: what they had read."""
+        self.ahead = {replica: read.of(version) for replica, version in state.ahead}
         for replica, (timeline, saved) in enumerate(zip(self.timelines, state.timelines, strict=True)):
             timeline.restore(saved)
             self._durations.skip(replica, saved.clock, saved.micro_clock)
@@ -153,21 +170,34 @@ class Attempts:
 
     def _work(
         self, attempt: PendingDelta, times: AttemptTimes, now_s: Seconds, from_s: Seconds, end_s: Seconds
-    ) -> None:
-        """Record an attempt that was granted at ``now_s`` and computes from ``from_s`` on."""
+    ) -> Seconds:
+        """Record an attempt that was granted at ``now_s`` and has its A at ``from_s``; return when its Δ is there."""
         timeline = self.timelines[attempt.replica]
+        ahead_s, busy_s = timeline.ahead_s, times.compute + times.delay
+        began_s = from_s if ahead_s is None else ahead_s
+        done_s = max(began_s + busy_s, from_s)
         if self._trace:
-            self._record(attempt, times, timeline.arrived_s, now_s)
-        timeline.work_for(times.compute + times.delay, from_s, end_s)
+            if ahead_s is None:
+                spans = times.spans(attempt.replica, attempt.clock, timeline.arrived_s, now_s)
+            else:  # what the replica pulls meanwhile, and only then waits for
+                spans = times._replace(pull=0.0, push=0.0).spans(attempt.replica, attempt.clock, None, began_s)
+                if done_s > began_s + busy_s:
+                    spans.append(virtual_span(attempt.replica, "wait", attempt.clock, began_s + busy_s, done_s))
+                if times.push:
+                    spans.append(virtual_span(attempt.replica, "push", attempt.clock, done_s, done_s + times.push))
+            self._record(attempt, spans, began_s, times.compute)
+        timeline.work_for(busy_s, began_s, end_s)
+        if self._pull_ahead:
+            timeline.ahead_s = done_s
+        return done_s
 
-    def _record(self, attempt: PendingDelta, times: AttemptTimes, waited_from: Seconds | None, at: Seconds) -> None:
-        """Record the spans of a replica, and of its workers where it is a pipeline."""
-        spans = times.spans(attempt.replica, attempt.clock, waited_from, at)
+    def _record(self, attempt: PendingDelta, spans: Sequence[Span], began: Seconds, compute_s: Seconds) -> None:
+        """Record the spans of a replica, and of its workers where it is a pipeline, which compute from ``began`` on."""
         if not self._timing.actions:
             self.spans += spans
             return
         self.spans += [span for span in spans if span.action != "compute"]
-        alone, began = times.compute / attempt.micro_steps, at + times.pull
+        alone = compute_s / attempt.micro_steps
         for i in range(attempt.micro_steps):
             begins = began + i * alone
             self.spans += self._timing.spans(attempt.replica, attempt.clock, begins, alone / self._timing.factor)

@@ -39,7 +39,14 @@ from paceline.engine.step_profile.forecast import virtual_span
 from paceline.engine.virtual.attempts import Attempts
 from paceline.engine.virtual.durations import durations_of
 from paceline.engine.virtual.pending_delta import BatchSources, PendingDelta
-from paceline.engine.virtual.saved_state import KEY, VirtualState, attempt_chunks, held_attempts, restored_attempts
+from paceline.engine.virtual.saved_state import (
+    KEY,
+    ReadStates,
+    VirtualState,
+    attempt_chunks,
+    held_attempts,
+    restored_attempts,
+)
 from paceline.engine.virtual.user_loops import UserLoops
 from paceline.engine.virtual.vmap_gradients import delta_computer
 from paceline.replica.flat_state import FlatLayout, FlatState, write
@@ -102,9 +109,7 @@ class VirtualRun:
         network, servers = (job.times or Times()).network, job.strategy.servers
         start_s = job.resume.run.seconds if job.resume is not None else 0.0
         self._hosts = Hosts(network, context.replicas, servers, state.layout.nbytes, job.program.seed, start_s)
-        self._attempts = Attempts(
-            context.positions, self._durations, self._hosts.traffic, self._timing, trace=job.trace
-        )
+        self._attempts = Attempts(context, self._durations, self._hosts.traffic, self._timing)
         self._resumed: set[ReplicaId] = set()
         """Replicas that are at work on an attempt that began before the run was resumed."""
         self._snapshot: FlatState | None = None
@@ -233,10 +238,10 @@ class VirtualRun:
             self._resumed.remove(replica)
             return
         timeline = self._attempts.timelines[replica]
-        version, first = self._coordinator.version, timeline.micro_clock
-        read = self._shared_state()
-        read.version = version
-        attempt = PendingDelta(replica, timeline.clock + 1, version, read, first, batches)
+        sent = self._shared_state()
+        sent.version = self._coordinator.version
+        read = self._attempts.read(replica, sent)
+        attempt = PendingDelta(replica, timeline.clock + 1, read.version, read, timeline.micro_clock, batches)
         if self._user_loops is not None:
             # The user's loop makes this attempt's micro-steps now; one that ends before the last of them retires.
             for _ in batches.numbers:
@@ -277,14 +282,11 @@ class VirtualRun:
     def _take(self, arrival: Arrival, weight: float) -> ObservedDelta:
         attempt = self._attempts.take(arrival.replica, arrival.clock)
         assert attempt is not None, "it is held"
-        if not self._eager:
-            self._computer.compute(attempt)
-        assert attempt.out is not None
-        measured = attempt.measured
-        assert measured is not None
+        out, measured = self._computer.compute(attempt), attempt.measured
+        assert measured is not None, "it is computed"
         if not self._eager:
             self._loop.history.add_loss(measured.loss, measured.samples)
-        return ObservedDelta(attempt.out, weight, measured.samples, attempt.version, measured.micro)
+        return ObservedDelta(out, weight, measured.samples, attempt.version, measured.micro)
 
     def discard(self, arrivals: tuple[Arrival, ...]) -> None:
         for arrival in arrivals:
@@ -333,7 +335,8 @@ class VirtualRun:
             self._estimator.state_json() if self._estimator else None,
             self._hosts.state(),
         )
-        chunks = [*optimizer.chunks(), *attempt_chunks(attempts.under_way, version), *self._observer.chunks()]
+        read = attempt_chunks(attempts.under_way, attempts.ahead.values(), version)
+        chunks = [*optimizer.chunks(), *read, *self._observer.chunks()]
         if self._estimator is not None:
             chunks += self._estimator.chunks(FlatLayout(optimizer.state.layout.parameters, ()))
         chunks += [chunk for r in saved for chunk in own_states.replica_chunks(r, own[r])]
@@ -364,8 +367,9 @@ class VirtualRun:
         """Go on with all that was under way."""
         like = self._optimizer.state
         self._now = state.now_s
-        attempts = list(restored_attempts(state.attempts.attempts, resume, like, self._shared_state))
-        self._attempts.restore(state.attempts, attempts)
+        read = ReadStates(resume, like, self._shared_state)
+        attempts = list(restored_attempts(state.attempts.attempts, resume, like, read))
+        self._attempts.restore(state.attempts, attempts, read)
         for attempt, _ in attempts:
             if attempt.measured is None:
                 self._computer.begin(attempt)

@@ -172,6 +172,7 @@ class TimelineState(NamedTuple):
     """Of attempts that have ended."""
     arrived_s: Seconds | None
     work: tuple[Seconds, Seconds]
+    ahead_s: Seconds | None = None
 
 
 class ReplicaTimeline:
@@ -186,6 +187,8 @@ class ReplicaTimeline:
         self.arrived_s: Seconds | None = None
         self.work = (0.0, 0.0)
         """When the newest attempt begins to be busy, and ends."""
+        self.ahead_s: Seconds | None = None
+        """When a replica that pulls ahead begins to be busy with the next one; None: once that is granted."""
 
     def begin(self, attempt: PendingDelta) -> None:
         """Begin an attempt, which is not busy yet."""
@@ -201,12 +204,18 @@ class ReplicaTimeline:
         """Return the timeline between two events of a run that lasts until ``end_s``."""
         under_way = self.busy_until(end_s) if self.attempt is not None else 0.0
         return TimelineState(
-            self.clock, self.micro_clock, self.micro_steps, self.busy_s - under_way, self.arrived_s, self.work
+            self.clock,
+            self.micro_clock,
+            self.micro_steps,
+            self.busy_s - under_way,
+            self.arrived_s,
+            self.work,
+            self.ahead_s,
         )
 
     def restore(self, saved: TimelineState) -> None:
         """Go on from a checkpoint, but for the attempt under way."""
-        self.clock, self.micro_clock, self.micro_steps, self.busy_s, self.arrived_s, self.work = saved
+        self.clock, self.micro_clock, self.micro_steps, self.busy_s, self.arrived_s, self.work, self.ahead_s = saved
 
     def count_busy_time(self, end_s: Seconds) -> None:
         """Count the time that the attempt under way, which a checkpoint has had, is busy."""
@@ -226,5 +235,5 @@ class ReplicaTimeline:
         """End a cancelled attempt: the time that it would still have been busy does not count."""
         from_s, to_s = self.work
         self.busy_s -= max(0.0, min(to_s, end_s) - max(from_s, at_s))
-        self.attempt, self.arrived_s = None, at_s
+        self.attempt, self.arrived_s, self.ahead_s = None, at_s, None
         self.micro_steps += attempt.micro_steps

@@ -63,6 +63,8 @@ class AttemptsState(NamedTuple):
     queue: tuple[ReplicaId, ...]
     """Replicas whose attempt has not arrived, in the order of the next events."""
     timelines: tuple[TimelineState, ...]
+    ahead: tuple[tuple[ReplicaId, Version], ...] = ()
+    """Version of the A that the next attempt of each replica reads which pulls ahead."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,10 @@ def attempt_state(attempt: PendingDelta, *, arrived: bool) -> AttemptState:
     )
 
 
-def attempt_chunks(attempts: Iterable[PendingDelta], current: Version) -> Iterator[TensorChunk]:
-    """Yield the Δs of attempts that are computed, and the A that the others have read, each once."""
+def attempt_chunks(
+    attempts: Iterable[PendingDelta], ahead: Iterable[FlatState], current: Version
+) -> Iterator[TensorChunk]:
+    """Yield the Δs of attempts that are computed, and the A that others have read, or will read, each once."""
     seen = {current}
     for attempt in attempts:
         if attempt.measured is not None:
@@ -129,10 +133,39 @@ def attempt_chunks(attempts: Iterable[PendingDelta], current: Version) -> Iterat
         elif attempt.version not in seen:
             seen.add(attempt.version)
             yield from whole_chunks(attempt.pull(), _read_prefix(attempt.version))
+    for state in ahead:
+        if state.version not in seen:
+            seen.add(state.version)
+            yield from whole_chunks(state, _read_prefix(state.version))
+
+
+class ReadStates:
+    """Each A that attempts had read where a run stopped, or will read, shared by them.
+
+    Args:
+        resume: where the run goes on.
+        like: a state of the layout and on the device of A.
+        current: returns the A of the checkpoint, shared by all attempts that have read it.
+    """
+
+    def __init__(self, resume: ResumePoint, like: FlatState, current: Callable[[], FlatState]) -> None:
+        self._checkpoint, self._like = resume.checkpoint, like
+        self._current, self._version = current, resume.run.coordinator.version
+        self._read: dict[Version, FlatState] = {}
+
+    def of(self, version: Version) -> FlatState:
+        """Return the A of a version."""
+        if version not in self._read:
+            state = self._current() if version == self._version else self._like.empty_like()
+            state.version = version
+            if version != self._version:
+                self._checkpoint.read_into(whole_chunks(state, _read_prefix(version)))
+            self._read[version] = state
+        return self._read[version]
 
 
 def restored_attempts(
-    states: Sequence[AttemptState], resume: ResumePoint, like: FlatState, current: Callable[[], FlatState]
+    states: Sequence[AttemptState], resume: ResumePoint, like: FlatState, read: ReadStates
 ) -> Iterator[tuple[PendingDelta, bool]]:
     """Yield attempts as they were, and whether each has arrived.
 
@@ -140,10 +173,9 @@ def restored_attempts(
         states: of them.
         resume: where the run goes on.
         like: a state of the layout and on the device of A.
-        current: returns the A of the checkpoint, shared by all attempts that have read it.
+        read: what they had read.
     """
-    checkpoint, version = resume.checkpoint, resume.run.coordinator.version
-    read: dict[Version, FlatState] = {}
+    checkpoint = resume.checkpoint
     for state in states:
         attempt = PendingDelta(state.replica, state.clock, state.version, None, state.first_micro_step, state.batches)
         attempt.phase, attempt.due_s, attempt.work_s = state.phase, state.due_s, state.work_s
@@ -153,20 +185,13 @@ def restored_attempts(
             loss = math.nan if state.loss is None else state.loss
             attempt.measured = Measured(loss, state.samples, state.finite, state.micro)
             attempt.done = state.batches.size
-        elif state.version == version:
-            attempt.read = current()
-            attempt.read.version = version
         else:
-            if state.version not in read:
-                read[state.version] = like.empty_like()
-                read[state.version].version = state.version
-                checkpoint.read_into(whole_chunks(read[state.version], _read_prefix(state.version)))
-            attempt.read = read[state.version]
+            attempt.read = read.of(state.version)
         yield attempt, state.arrived
 
 
 def held_attempts(resume: ResumePoint, like: FlatState) -> Iterator[PendingDelta]:
-    """Yield the Δs that a policy held in a run of another engine; arguments as above."""
+    """Yield the Δs that a policy held in a run of another engine; arguments as of :func:`restored_attempts`."""
     checkpoint, names = resume.checkpoint, set(resume.held)
     for arrival in resume.run.coordinator.held:
         if (arrival.replica, arrival.clock) in names:

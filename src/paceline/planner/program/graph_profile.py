@@ -24,7 +24,7 @@ from paceline.engine.run_context import first_batch
 from paceline.engine.spmd.rank_context import RankContext
 from paceline.engine.step_profile.comm import CollectiveCall, barrier, time_collectives, time_message
 from paceline.engine.step_profile.compute import first_samples, products_per_s, repeats_within, time_sizes
-from paceline.engine.worker import proportional_bytes
+from paceline.engine.worker_metrics import proportional_bytes
 from paceline.planner.base import Collective
 from paceline.planner.program.profile import LineFit, PipelinePart, Point, Sent, Unit, UnitSharding
 from paceline.program import Program
