@@ -120,6 +120,7 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/engine/local/test_elastic.py::test_an_epoch_is_exact_though_replicas_die", KILLS, but_first=True),
     Thorough("tests/engine/local/test_elastic.py::test_an_epoch_is_exact_over_a_break", KILLS, but_first=True),
     Thorough("tests/engine/ray/test_ray_elastic.py", KILLS, but_first=True),
+    Thorough("tests/engine/ray/test_ray_pull_ahead.py", PARITY, but_first=True),
     Thorough("tests/cli/test_scale.py::test_a_run_is_scaled_up_and_down", COMMANDS),
     Thorough(
         "tests/engine/local/test_own_states.py::test_a_run_that_was_cut_ends_as_one_that_was_not",

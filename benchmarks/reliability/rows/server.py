@@ -5,6 +5,7 @@ import re
 import signal
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,16 +84,26 @@ def kill_the_server(trials: int) -> Outcome:
 @row("standby", trials=50)
 def kill_a_server_with_a_standby(trials: int) -> Outcome:
     """R3: SIGKILL of Ray's server actor, whose standby takes over; steps that were acknowledged are in the end's A."""
-    outcome = Outcome(
-        "R3",
-        "SIGKILL the server of 4 replicas on Ray, standby=1",
-        "next step ≤ 3 s, no acknowledged update lost, all bits as without",
-    )
-    given = {"strategy": "replicas=4 standby=1", **RAY}
-    whole, draw, back = undisturbed(**given), random.Random(5), list[float]()
-    for _ in range(trials):
+    return _killed(trials, 5, "standby=1", ["coordinator"], "SIGKILL the server of 4 replicas on Ray, standby=1")
+
+
+@row("servers", trials=50)
+def kill_one_of_several_servers(trials: int) -> Outcome:
+    """R3: SIGKILL of any of two servers and their standbys, of which each has a slice of A, in turn."""
+    roles = ["coordinator", "server 1", "standby", "standby of server 1"]
+    injection = "SIGKILL one of 2 servers or a standby of 4 replicas on Ray, in turn, servers=2 standby=1"
+    return _killed(trials, 6, "servers=2 standby=1", roles, injection)
+
+
+def _killed(trials: int, seed: int, servers: str, roles: Sequence[str], injection: str) -> Outcome:
+    """Kill a process in each trial, of these roles in turn, whose work another one has as well."""
+    outcome = Outcome("R3", injection, "next step ≤ 3 s, no acknowledged update lost, all bits as without")
+    given = {"strategy": f"replicas=4 {servers}", **RAY}
+    whole, draw, back = undisturbed(**given), random.Random(seed), list[float]()
+    for trial in range(trials):
+        role = roles[trial % len(roles)]
         with trainee(**given) as run:
-            pid = _server(run)
+            pid = _server(run, role)
             time.sleep(draw.uniform(0.1, 1.0))
             run.begun()
             hit = inject(signal.SIGKILL, pid)
@@ -108,17 +119,17 @@ def kill_a_server_with_a_standby(trials: int) -> Outcome:
         if failure is None and (again is None or back[-1] > 3.0):
             failure = f"next step after {back[-1] if back else 0:.1f} s"
         named = result is not None and "standby" in str(result["notes"]) + str(result["left"])
-        outcome.trial(failure, named=named, said=str(result and (result["notes"], result["left"])))
+        outcome.trial(failure, named=named, said=f"{role}: {result and (result['notes'], result['left'])}")
     outcome.figures |= times(back, "back")
     return outcome
 
 
-def _server(run: Trainee) -> int:
-    """Wait for training; return the process of the server's actor."""
+def _server(run: Trainee, role: str = "coordinator") -> int:
+    """Wait for training; return the process of an actor that has A, or a slice of it."""
     if run.wait_for_step() is None:
         raise RuntimeError(f"the run did not start in {BOUND_S:g} s: {run.process.poll()}\n{run.stderr()[-2000:]}")
-    until(lambda: bool(run.workers("coordinator")), 30.0)
-    return int(run.workers("coordinator")[0]["pid"])
+    until(lambda: bool(run.workers(role)), 30.0)
+    return int(run.workers(role)[0]["pid"])
 
 
 def _acknowledged(run: Trainee) -> dict[int, int]:

@@ -9,9 +9,11 @@ import torch
 from torch.optim import SGD
 
 from paceline import Run, train
+from paceline.engine.server.messages import Member
 from tests import oracle
 from tests.engine import programs
 from tests.engine.local import moments, test_on_death
+from tests.engine.ray.several_moments import Dying
 from tests.engine.served_cases import AHEAD, ROUNDING
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
@@ -48,7 +50,7 @@ def test_those_that_are_cancelled_begin_with_the_newest_a(on_ray: OnRay) -> None
     policy = "aggregation=buffered:k=1,cancel=true pull_ahead=true"
     run = on_ray(PROGRAM, f"replicas=3 {policy}", steps=STEPS)
     assert run.summary["gradients"] + run.summary["cancelled"] == 3 * STEPS
-    assert run.summary["applied"] == run.summary["gradients"]
+    assert run.summary["applied"] + run.summary["discarded"] == run.summary["gradients"]
 
 
 @pytest.mark.parametrize("on_death", ["replace", "continue"])
@@ -64,3 +66,19 @@ def test_each_sample_is_applied_once_an_epoch_whoever_dies(
     )
     assert [exit_.replica for exit_ in run.left] == [1]
     assert torch.equal(run.state["weight"], torch.full((moments.SAMPLES,), 3.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("member", "moment"),
+    [(Member(0), "decides"), (Member(1), "is sent a slice"), (Member(0), "standby has it")],
+    ids=lambda value: str(getattr(value, "label", value)),
+)
+def test_a_server_dies_while_the_next_delta_is_computed(
+    on_ray: OnRay, tmp_path: Path, member: Member, moment: str
+) -> None:
+    model = Dying(programs.mlp, member, moment, 4, tmp_path / "died")
+    program = programs.program(model=model, optimizer=functools.partial(SGD, lr=0.1, momentum=0.9), clip_norm=0.5)
+    run = on_ray(program, f"replicas=1 servers=2 standby=1 {AHEAD_OF}", steps=STEPS)
+    assert (tmp_path / "died").exists()
+    oracle.assert_same(run.model, oracle.one_exchange_behind(PROGRAM, STEPS), ROUNDING)
+    assert run.summary["staleness"] == {"0": 1, "1": STEPS - 1}
