@@ -6,7 +6,19 @@ import pytest
 
 from paceline import Strategy
 from paceline.api import plan_verification
-from paceline.api.plan_verification import LEAST_STEPS, MOST_STEPS, Verified, run_in_turns, steps_of
+from paceline.api.plan_verification import (
+    LEAST_STEPS,
+    MOST_STEPS,
+    WORTH_TRYING_S,
+    Verified,
+    compiled_if_it_pays,
+    expected_s,
+    run_in_turns,
+    steps_of,
+    verify,
+)
+from paceline.core.errors import InputError
+from paceline.train_options import TrainOptions
 from tests.planner.test_by_pieces import of_kind
 from tests.planner.test_probe import program
 
@@ -50,6 +62,58 @@ def test_a_line_says_predicted_and_measured() -> None:
     assert said.startswith(f"verified {plan.strategy}: predicted {plan.cost.step_s * 1e3:.3g} ms, measured 500 ms ")
     assert f"(250 to 1e+03 in 3 runs), {0.5 / plan.cost.step_s:.2f} times; memory " in said
     assert "memory" not in str(Verified(plan, (0.5,)))
+
+
+class Machine:
+    """Stands for ``train`` on a machine where a compiled step takes so many times a plain one's."""
+
+    def __init__(self, compiled: float) -> None:
+        self.compiled, self.ran = compiled, list[str]()
+
+    def __call__(self, program: Any, strategy: Strategy, **words: Any) -> Ran:
+        self.ran.append(str(strategy))
+        return Ran(0.001 * (self.compiled if strategy.compile else 1.0))
+
+
+@pytest.mark.parametrize(
+    ("compiled", "said"), [(0.8, "0.80 times the plain one's: to compile pays"), (0.97, "not pay")]
+)
+def test_the_best_is_run_compiled_in_the_same_turns(
+    monkeypatch: pytest.MonkeyPatch, compiled: float, said: str
+) -> None:
+    machine = Machine(compiled)
+    monkeypatch.setattr(plan_verification, "train", machine)
+    one, other = of_kind("replicas"), of_kind("alone")
+    *found, last = verify([one, other], program(), progress=False)
+    first, second, third = str(one.strategy), str(other.strategy), f"{one.strategy} compile=true"
+    assert machine.ran == [third, *(first, second, third), *(third, second, first), *(first, second, third)]
+    assert [each.plan for each in found] == [one, other]
+    assert last.plain == found[0]
+    assert said in str(last)
+    for budget, tried in ((WORTH_TRYING_S, True), (WORTH_TRYING_S - 1, False)):
+        chosen = compiled_if_it_pays(one, program(), TrainOptions(seconds=budget), False)
+        assert (str(chosen.plan.strategy) if chosen else None) == (third if tried and compiled < 0.9 else None)
+
+
+def test_where_it_cannot_be_compiled_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(program: Any, strategy: Strategy, **words: Any) -> Ran:
+        if strategy.compile:
+            raise InputError("there is no compiler")
+        return Ran(0.001)
+
+    monkeypatch.setattr(plan_verification, "train", train)
+    (found,) = verify([of_kind("replicas")], program(), progress=False)
+    assert str(found).endswith("; compile=true can't be run: there is no compiler")
+    assert compiled_if_it_pays(of_kind("replicas"), program(), TrainOptions(seconds=1e6), False) is None
+
+
+def test_how_long_a_run_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, given = of_kind("replicas"), program()
+    assert expected_s(plan, given, TrainOptions(seconds=7.0)) == 7.0
+    assert expected_s(plan, given, TrainOptions(steps=100)) == pytest.approx(100 * plan.cost.step_s)
+    samples = len(given.train[1])
+    assert expected_s(plan, given, TrainOptions(epochs=3)) == pytest.approx(3 * samples / plan.samples_per_s)
+    assert expected_s(plan, given, TrainOptions(until="test_loss<0.1")) is None
 
 
 def test_runs_are_as_long_as_they_have_to_be(monkeypatch: pytest.MonkeyPatch) -> None:

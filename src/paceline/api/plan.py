@@ -115,7 +115,8 @@ def plan(
         noise_scale: X in samples, required by ``goodput`` and ``time-to-loss``.
         delay: delays of some replicas, in seconds per gradient, as for :func:`~paceline.train`; then policies compete.
         unbuilt: also propose strategies that are not supported on such devices yet.
-        verify: number of the best plans that are run for some seconds, in turns; on this host only.
+        verify: number of the best plans that are run for some seconds, in turns, the first also with ``compile=true``;
+            on this host only.
         profile: file that keeps the measurements; if it exists and fits, nothing is measured.
         calibrate: CSV file of measured runs, by which the predictions of a shape are corrected.
         data: folder of a built-in program's files.
@@ -171,11 +172,11 @@ def plan(
     plans = _plan_program(program, cluster, objectives, profile, progress)
     if not verify:
         return plans
-    from paceline.api.plan_verification import run_in_turns
+    from paceline.api import plan_verification
 
     # Of the plans that this host supports, the first ones run in turns.
     chosen = [each for each in plans if each.strategy is not None and not each.why_not][:verify]
-    return replace(plans, verified=tuple(run_in_turns(chosen, program, progress=progress)))
+    return replace(plans, verified=tuple(plan_verification.verify(chosen, program, progress=progress)))
 
 
 def _refuse_engine(engine: str, cluster: object) -> None:

@@ -2,20 +2,23 @@
 
 ::
 
-    round 0    plan 1 | plan 2 | plan 3        a disturbance of the machine affects all plans alike
-    round 1    plan 3 | plan 2 | plan 1
+    round 0    plan 1 | plan 2 | plan 1, compiled        a disturbance of the machine affects all plans alike
+    round 1    plan 1, compiled | plan 2 | plan 1
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import cast
 
 from paceline.api.train import train
+from paceline.core.errors import InputError
 from paceline.core.types import Seconds
 from paceline.planner.base import Plan
-from paceline.program import Program
+from paceline.program import Data, Program, is_source, length
 from paceline.progress import measuring
 from paceline.run import Run
+from paceline.train_options import TrainOptions
 
 ROUNDS = 3
 
@@ -23,6 +26,12 @@ ROUNDS = 3
 RUN_S: Seconds = 2.0
 
 LEAST_STEPS, MOST_STEPS = 8, 400
+
+# Compiled / plain seconds of a step up to which compile=true is chosen: a smaller gain is less than runs differ by.
+PAYS = 0.95
+
+# Expected seconds of a run from which the choice measures that: to compile and to run in turns takes a minute or two.
+WORTH_TRYING_S: Seconds = 1200.0
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,10 @@ class Verified:
     """Median time of a step, of each run."""
     held_bytes: tuple[int, ...] = ()
     """Largest memory of a worker, of each run."""
+    plain: "Verified | None" = None
+    """Of a compiled plan: the same one as it is, which is what was predicted."""
+    note: str = ""
+    """What could not be run."""
 
     @property
     def step_s(self) -> Seconds:
@@ -54,10 +67,63 @@ class Verified:
         predicted, runs = self.plan.cost.step_s * 1e3, len(self.steps_s)
         lowest, highest = min(self.steps_s) * 1e3, max(self.steps_s) * 1e3
         memory = "" if self.memory_ratio is None else f"; memory {self.memory_ratio:.2f} times"
+        measured = f"measured {self.step_s * 1e3:.3g} ms ({lowest:.3g} to {highest:.3g} in {runs} runs)"
+        if self.plain is not None:
+            pays = "pays" if self.step_s <= PAYS * self.plain.step_s else "does not pay"
+            ratio = self.step_s / self.plain.step_s
+            return f"verified {self.plan.strategy}: {measured}, {ratio:.2f} times the plain one's: to compile {pays}"
+        note = f"; {self.note}" if self.note else ""
         return (
-            f"verified {self.plan.strategy}: predicted {predicted:.3g} ms, measured {self.step_s * 1e3:.3g} ms "
-            f"({lowest:.3g} to {highest:.3g} in {runs} runs), {self.ratio:.2f} times{memory}"
+            f"verified {self.plan.strategy}: predicted {predicted:.3g} ms, {measured}, {self.ratio:.2f} times{memory}"
+            f"{note}"
         )
+
+
+def verify(plans: Sequence[Plan], program: Program, *, progress: bool | None = None) -> list[Verified]:
+    """Run plans in turns, and the best of them compiled as well.
+
+    Args:
+        plans: plans with strategies, the best first.
+        program: program to train; it is not evaluated.
+        progress: show progress; None: if stderr is a terminal.
+
+    Returns:
+        The plans in their order, then the compiled one, unless it can't be run; why not is a note of the first.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C.
+    """
+    if not plans:
+        return []
+    best = plans[0]
+    assert best.strategy is not None, "a plan that is not supported can't be run"
+    compiled = replace(best, strategy=replace(best.strategy, compile=True))
+    try:
+        run_in_turns([compiled], program, rounds=1, progress=progress)  # what torch keeps is there from then on
+    except InputError as error:
+        first, *others = run_in_turns(plans, program, progress=progress)
+        return [replace(first, note=f"compile=true can't be run: {error}"), *others]
+    *found, last = run_in_turns([*plans, compiled], program, progress=progress)
+    return [*found, replace(last, plain=found[0])]
+
+
+def compiled_if_it_pays(plan: Plan, program: Program, options: TrainOptions, progress: bool | None) -> Verified | None:
+    """Return what was measured of a plan that is to be compiled; None: it is not, or the run is too short to try."""
+    if (seconds := expected_s(plan, program, options)) is None or seconds < WORTH_TRYING_S:
+        return None
+    last = verify([plan], program, progress=progress)[-1]
+    return last if last.plain is not None and last.step_s <= PAYS * last.plain.step_s else None
+
+
+def expected_s(plan: Plan, program: Program, options: TrainOptions) -> Seconds | None:
+    """Return the predicted seconds of a run; None: nobody can say."""
+    if options.seconds is not None:
+        return options.seconds
+    if options.steps is not None:
+        return options.steps * plan.cost.step_s
+    if options.epochs is None or is_source(program.train):
+        return None
+    return options.epochs * length(cast(Data, program.train)) / plan.samples_per_s
 
 
 def run_in_turns(

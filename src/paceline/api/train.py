@@ -19,7 +19,7 @@ from paceline.metrics.summary import summarize
 from paceline.program import Program
 from paceline.progress import measuring, watcher
 from paceline.run import Run, require_package
-from paceline.strategy import Strategy, is_auto
+from paceline.strategy import AUTO, Strategy, is_auto
 from paceline.train_options import TrainOptions, job_of
 
 
@@ -222,6 +222,12 @@ def resolve_auto(
     with measuring(progress, f"{program.name}: planning") as report:
         chosen = choose(program, report)
     print(chosen.why, file=sys.stderr)
+    if chosen.plan is not None:
+        from paceline.api.plan_verification import compiled_if_it_pays
+
+        if (compiled := compiled_if_it_pays(chosen.plan, program, options, progress)) is not None:
+            print(f"{AUTO}: {compiled}", file=sys.stderr)
+            return compiled.plan.strategy or chosen.strategy
     return chosen.strategy
 
 

@@ -219,6 +219,8 @@ class Chosen(NamedTuple):
 
     strategy: Strategy
     why: str
+    plan: Plan | None = None
+    """What was predicted of it."""
 
 
 def choose(program: Program, notify: Notify = silent, saved: Profile | None = None) -> Chosen:
@@ -238,7 +240,7 @@ def choose(program: Program, notify: Notify = silent, saved: Profile | None = No
             f"strategy={AUTO}: no way to train {program.name} fits this host's memory; run paceline plan for the "
             "smallest change that does, or write a strategy"
         )
-    return Chosen(found.plans[0].strategy, why(found.plans))
+    return Chosen(found.plans[0].strategy, why(found.plans), found.plans[0])
 
 
 def refuse(strategy: str, engine: str) -> None:
