@@ -110,7 +110,7 @@ def test_a_profile_of_something_else_is_refused(here: list[int], tmp_path: Path)
 
 
 def test_the_best_are_verified(here: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_turns(plans: Any, program: object, **words: Any) -> list[Verified]:
+    def in_turns(train: Any, plans: Any, program: object, **words: Any) -> list[Verified]:
         return [Verified(plan, (2 * plan.cost.step_s,)) for plan in plans]
 
     monkeypatch.setattr(plan_verification, "run_in_turns", in_turns)

@@ -181,7 +181,7 @@ def job_of(program: Program, strategy: Strategy | str, engine: Engine, options: 
     _check_data(program, strategy, budget)
     draft = Job(program, strategy, budget)
     # One step in this process shows what only the model's own code knows.
-    seen = dry_run(program, first_batch(draft))
+    seen = dry_run(program, first_batch(draft), few=strategy.device != "cpu")
     _check_condition(budget, program, seen, options)
     if seen.written and isinstance(strategy.aggregation.delta, Gradient):
         raise InputError(

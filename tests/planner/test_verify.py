@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+import paceline
 from paceline import Strategy
 from paceline.api import plan_verification
 from paceline.api.plan_verification import (
@@ -33,15 +34,14 @@ class Ran:
 def test_plans_take_turns_and_are_laid_beside_what_was_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
-    def train(program: Any, strategy: Strategy, **words: Any) -> Ran:
+    def train(program: Any, strategy: Strategy, **words: Any) -> Any:
         assert program.test is None
         assert words["steps"] == words["evaluate_every"]
         ran.append(str(strategy))
         return Ran(0.001 * len(ran))
 
-    monkeypatch.setattr(plan_verification, "train", train)
     one, other = of_kind("alone"), of_kind("replicas")
-    found = run_in_turns([one, other], program(), rounds=3, progress=False)
+    found = run_in_turns(train, [one, other], program(), rounds=3, progress=False)
     first, second = str(one.strategy), str(other.strategy)
     assert ran == [first, second, second, first, first, second]
     assert found[0].steps_s == pytest.approx((0.001, 0.004, 0.005))
@@ -51,9 +51,11 @@ def test_plans_take_turns_and_are_laid_beside_what_was_predicted(monkeypatch: py
 
 
 def test_ctrl_c_ends_more_than_the_run_that_it_hits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_verification, "train", lambda *what, **words: Ran(0.001, interrupted=True))
+    def interrupted(*what: Any, **words: Any) -> Any:
+        return Ran(0.001, interrupted=True)
+
     with pytest.raises(KeyboardInterrupt):
-        run_in_turns([of_kind("alone")], program(), progress=False)
+        run_in_turns(interrupted, [of_kind("alone")], program(), progress=False)
 
 
 def test_a_line_says_predicted_and_measured() -> None:
@@ -70,7 +72,7 @@ class Machine:
     def __init__(self, compiled: float) -> None:
         self.compiled, self.ran = compiled, list[str]()
 
-    def __call__(self, program: Any, strategy: Strategy, **words: Any) -> Ran:
+    def __call__(self, program: Any, strategy: Strategy, **words: Any) -> Any:
         self.ran.append(str(strategy))
         return Ran(0.001 * (self.compiled if strategy.compile else 1.0))
 
@@ -82,29 +84,27 @@ def test_the_best_is_run_compiled_in_the_same_turns(
     monkeypatch: pytest.MonkeyPatch, compiled: float, said: str
 ) -> None:
     machine = Machine(compiled)
-    monkeypatch.setattr(plan_verification, "train", machine)
     one, other = of_kind("replicas"), of_kind("alone")
-    *found, last = verify([one, other], program(), progress=False)
+    *found, last = verify(machine, [one, other], program(), progress=False)
     first, second, third = str(one.strategy), str(other.strategy), f"{one.strategy} compile=true"
     assert machine.ran == [third, *(first, second, third), *(third, second, first), *(first, second, third)]
     assert [each.plan for each in found] == [one, other]
     assert last.plain == found[0]
     assert said in str(last)
     for budget, tried in ((WORTH_TRYING_S, True), (WORTH_TRYING_S - 1, False)):
-        chosen = compiled_if_it_pays(one, program(), TrainOptions(seconds=budget), False)
+        chosen = compiled_if_it_pays(machine, one, program(), TrainOptions(seconds=budget), False)
         assert (str(chosen.plan.strategy) if chosen else None) == (third if tried and compiled < 0.9 else None)
 
 
 def test_where_it_cannot_be_compiled_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def train(program: Any, strategy: Strategy, **words: Any) -> Ran:
+    def train(program: Any, strategy: Strategy, **words: Any) -> Any:
         if strategy.compile:
             raise InputError("there is no compiler")
         return Ran(0.001)
 
-    monkeypatch.setattr(plan_verification, "train", train)
-    (found,) = verify([of_kind("replicas")], program(), progress=False)
+    (found,) = verify(train, [of_kind("replicas")], program(), progress=False)
     assert str(found).endswith("; compile=true can't be run: there is no compiler")
-    assert compiled_if_it_pays(of_kind("replicas"), program(), TrainOptions(seconds=1e6), False) is None
+    assert compiled_if_it_pays(train, of_kind("replicas"), program(), TrainOptions(seconds=1e6), False) is None
 
 
 def test_how_long_a_run_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,5 +129,5 @@ def test_runs_are_as_long_as_they_have_to_be(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.timeout(240.0)  # runs in processes that each import torch
 def test_real_runs_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_verification, "RUN_S", 0.0)
-    (found,) = run_in_turns([of_kind("alone")], program(), rounds=1, progress=False)
+    (found,) = run_in_turns(paceline.train, [of_kind("alone")], program(), rounds=1, progress=False)
     assert found.step_s > 0 < found.held_bytes[0]

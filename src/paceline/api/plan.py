@@ -173,10 +173,11 @@ def plan(
     if not verify:
         return plans
     from paceline.api import plan_verification
+    from paceline.api.train import train
 
     # Of the plans that this host supports, the first ones run in turns.
     chosen = [each for each in plans if each.strategy is not None and not each.why_not][:verify]
-    return replace(plans, verified=tuple(plan_verification.verify(chosen, program, progress=progress)))
+    return replace(plans, verified=tuple(plan_verification.verify(train, chosen, program, progress=progress)))
 
 
 def _refuse_engine(engine: str, cluster: object) -> None:

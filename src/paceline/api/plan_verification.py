@@ -6,12 +6,11 @@
     round 1    plan 1, compiled | plan 2 | plan 1
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import cast
+from typing import TypeAlias, cast
 
-from paceline.api.train import train
 from paceline.core.errors import InputError
 from paceline.core.types import Seconds
 from paceline.planner.base import Plan
@@ -19,6 +18,9 @@ from paceline.program import Data, Program, is_source, length
 from paceline.progress import measuring
 from paceline.run import Run
 from paceline.train_options import TrainOptions
+
+# Trains a program by a strategy: what is to be measured.
+Train: TypeAlias = Callable[..., Run]
 
 ROUNDS = 3
 
@@ -79,10 +81,11 @@ class Verified:
         )
 
 
-def verify(plans: Sequence[Plan], program: Program, *, progress: bool | None = None) -> list[Verified]:
+def verify(train: Train, plans: Sequence[Plan], program: Program, *, progress: bool | None = None) -> list[Verified]:
     """Run plans in turns, and the best of them compiled as well.
 
     Args:
+        train: :func:`paceline.train`, which chooses strategies by what is measured here.
         plans: plans with strategies, the best first.
         program: program to train; it is not evaluated.
         progress: show progress; None: if stderr is a terminal.
@@ -99,19 +102,21 @@ def verify(plans: Sequence[Plan], program: Program, *, progress: bool | None = N
     assert best.strategy is not None, "a plan that is not supported can't be run"
     compiled = replace(best, strategy=replace(best.strategy, compile=True))
     try:
-        run_in_turns([compiled], program, rounds=1, progress=progress)  # what torch keeps is there from then on
+        run_in_turns(train, [compiled], program, rounds=1, progress=progress)  # what torch keeps is there from then on
     except InputError as error:
-        first, *others = run_in_turns(plans, program, progress=progress)
+        first, *others = run_in_turns(train, plans, program, progress=progress)
         return [replace(first, note=f"compile=true can't be run: {error}"), *others]
-    *found, last = run_in_turns([*plans, compiled], program, progress=progress)
+    *found, last = run_in_turns(train, [*plans, compiled], program, progress=progress)
     return [*found, replace(last, plain=found[0])]
 
 
-def compiled_if_it_pays(plan: Plan, program: Program, options: TrainOptions, progress: bool | None) -> Verified | None:
+def compiled_if_it_pays(
+    train: Train, plan: Plan, program: Program, options: TrainOptions, progress: bool | None
+) -> Verified | None:
     """Return what was measured of a plan that is to be compiled; None: it is not, or the run is too short to try."""
     if (seconds := expected_s(plan, program, options)) is None or seconds < WORTH_TRYING_S:
         return None
-    last = verify([plan], program, progress=progress)[-1]
+    last = verify(train, [plan], program, progress=progress)[-1]
     return last if last.plain is not None and last.step_s <= PAYS * last.plain.step_s else None
 
 
@@ -127,11 +132,12 @@ def expected_s(plan: Plan, program: Program, options: TrainOptions) -> Seconds |
 
 
 def run_in_turns(
-    plans: Sequence[Plan], program: Program, *, rounds: int = ROUNDS, progress: bool | None = None
+    train: Train, plans: Sequence[Plan], program: Program, *, rounds: int = ROUNDS, progress: bool | None = None
 ) -> list[Verified]:
     """Run each plan once per round, in the opposite order in every other round.
 
     Args:
+        train: as above.
         plans: plans with strategies.
         program: program to train; it is not evaluated.
         rounds: number of runs of each plan.

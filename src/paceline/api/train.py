@@ -225,7 +225,7 @@ def resolve_auto(
     if chosen.plan is not None:
         from paceline.api.plan_verification import compiled_if_it_pays
 
-        if (compiled := compiled_if_it_pays(chosen.plan, program, options, progress)) is not None:
+        if (compiled := compiled_if_it_pays(train, chosen.plan, program, options, progress)) is not None:
             print(f"{AUTO}: {compiled}", file=sys.stderr)
             return compiled.plan.strategy or chosen.strategy
     return chosen.strategy

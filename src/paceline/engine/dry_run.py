@@ -1,9 +1,9 @@
 """One training step on A_0 before anything starts: finds what has to be refused, and what the step writes."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,13 @@ from paceline.comm.shared_memory import SpillAllocator
 from paceline.core.errors import InputError, PacelineError
 from paceline.program import Program, Tree, accuracy, call, leaves
 from paceline.replica.base import Batch
+from paceline.replica.capture.input_spec import resized
 from paceline.replica.flat_state import digest
 from paceline.replica.module_utils import materialize
 from paceline.replica.optimizer_factory import build_optimizer
+
+# Samples of the step where batches are sized for an accelerator: it runs on this process's CPU all the same.
+FEW = 2
 
 NO_PARAMETER = "the loss does not depend on any parameter; is there a detach() or no_grad() on the way?"
 
@@ -38,13 +42,26 @@ class DryRun:
     """What tells this program from others."""
 
 
-def dry_run(program: Program, batch: Batch) -> DryRun:
+def dry_run(program: Program, batch: Batch, *, few: bool = False) -> DryRun:
     """Make one step on a throw-away module.
+
+    Args:
+        program: what is trained.
+        batch: the first one.
+        few: whether a few of its samples do, where they can be taken alone.
 
     Raises:
         InputError: the model can't take the batch, its output does not fit the loss, the loss is no scalar or leads to
             no parameter, or optimizer, scheduler or a metric can't be made.
     """
+    if few and batch.samples > FEW:
+        with suppress(PacelineError):  # what is wrong is said of the batch itself
+            inputs, targets = cast(tuple[Tree, Tree], resized((batch.input, batch.target), FEW))
+            return _step(program, Batch(inputs, targets, FEW))
+    return _step(program, batch)
+
+
+def _step(program: Program, batch: Batch) -> DryRun:
     with torch.random.fork_rng(devices=[]):
         with _named("model() failed"):
             module = materialize(program, SpillAllocator()).train()

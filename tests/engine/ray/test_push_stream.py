@@ -151,7 +151,7 @@ def test_what_is_sent_arrives_bit_for_bit(
         server.replies = [(ServerGrant(attempt + 1, BatchRange(2, 2**40, 5), 8), arrays_of(sent))]
         stream.push(completion(attempt), cancelled=False)
         assert stream.receive() == ServerGrant(attempt + 1, BatchRange(2, 2**40, 5), 8)
-        assert [a.tobytes() for a in buffers.sent_arrays] == [a.tobytes() for a in returned]
+        assert [a.tobytes() for a in buffers.coming_arrays] == [a.tobytes() for a in returned]
         done, arrays, lent = server.pushed.pop()
         assert (done, lent) == (completion(attempt), one_host)
         assert [a.tobytes() for a in arrays] == [a.tobytes() for a in pushed]

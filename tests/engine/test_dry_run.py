@@ -1,0 +1,54 @@
+"""The step before the start, where a few samples of a batch stand for all."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline import InputError, Program
+from paceline.engine.dry_run import FEW, dry_run
+from paceline.replica.base import Batch
+from tests.engine import programs
+
+BATCH = Batch(torch.randn(8, 6, dtype=torch.float64), torch.zeros(8, dtype=torch.int64), 8)
+
+
+class Seeing(nn.Module):
+    """Notes how many samples it is given; takes no others than ``only``."""
+
+    def __init__(self, seen: list[int], only: int | None = None) -> None:
+        super().__init__()
+        self.inner, self.seen, self.only = programs.mlp(), seen, only
+
+    def forward(self, x: Tensor) -> Any:
+        self.seen.append(len(x))
+        if self.only not in (None, len(x)):
+            raise ValueError("too few")
+        return self.inner(x)
+
+
+def program(seen: list[int], only: int | None = None) -> Program:
+    return programs.program(model=lambda: Seeing(seen, only))
+
+
+@pytest.mark.parametrize(("few", "expected"), [(False, [8]), (True, [FEW])])
+def test_a_few_samples_do_where_that_is_said(few: bool, expected: list[int]) -> None:
+    seen: list[int] = []
+    found = dry_run(program(seen), BATCH, few=few)
+    assert seen == expected
+    assert list(found.metrics) == ["accuracy"]
+    assert found == dry_run(program([]), BATCH)
+
+
+def test_what_takes_whole_batches_alone_is_given_one() -> None:
+    seen: list[int] = []
+    dry_run(program(seen, only=8), BATCH, few=True)
+    assert seen == [FEW, 8]
+
+
+def test_what_is_wrong_is_said_of_the_batch() -> None:
+    with pytest.raises(
+        InputError, match=r"a batch of the training set \(input float64 \[8, 6\]\): ValueError: too few"
+    ):
+        dry_run(program([], only=3), BATCH, few=True)
