@@ -10,7 +10,7 @@ SCRIPT = Path(__file__).with_name("distributed_checkpoint_script.py")
 
 
 @pytest.mark.parametrize(
-    ("what", "ranks"), [("late", 2), ("cut", 2), ("split", 2), ("async", 2), ("cut", 4), ("split", 4)]
+    ("what", "ranks"), [("async", 2), ("late", 2), ("cut", 2), ("split", 2), ("cut", 4), ("split", 4)]
 )
 def test_ranks(tmp_path: Path, play: Play, what: str, ranks: int) -> None:
     play(SCRIPT, what, size=ranks, folder=tmp_path)
