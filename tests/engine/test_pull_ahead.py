@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from paceline import InputError, Run, train
+from paceline import Run, train
 from tests import oracle
 from tests.engine import programs
 from tests.engine.served_cases import ROUNDING
@@ -64,14 +64,28 @@ def test_over_a_network_computing_hides_what_travels(tmp_path: Path) -> None:
     assert ahead.summary["seconds"] == pytest.approx(20 * 3 * exchange + exchange, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("engine", "policy", "said"),
-    [
-        ("local", "asynchronous", "memory that all share"),
-        ("virtual", "synchronous", "combines Δs of the newest A alone"),
-        ("virtual", "local-steps", "steps of their own"),
-    ],
-)
-def test_where_it_is_refused(engine: str, policy: str, said: str) -> None:
-    with pytest.raises(InputError, match=said):
-        train(programs.program(), f"replicas=2 aggregation={policy} pull_ahead=true", engine=engine, steps=1)
+HOST_AWAY = """
+[[absences]]
+host = 1
+from_s = {away}
+until_s = 3.0
+"""
+
+
+@pytest.mark.parametrize("away", [0.6, 1.0, 1.4, 1.8])
+def test_one_that_comes_back_begins_anew(tmp_path: Path, away: float) -> None:
+    """Its host goes while it computes, or waits for the other one; it computes nothing before it is back."""
+    path = tmp_path / "cluster.toml"
+    path.write_text(CLUSTER.format(rate=1e9) + HOST_AWAY.format(away=away))
+    policy = "aggregation=buffered:k=2 pull_ahead=true"
+    found = run(
+        f"replicas=2 {policy}",
+        times=f"compute=exponential:mean=0.4 network={path}",
+        steps=None,
+        seconds=6.0,
+        trace=True,
+    )
+    assert [exit_.replica for exit_ in found.left] == [1]
+    own = [span for span in found.spans if span.replica == 1]
+    pushed = min(span.step for span in own if span.action == "push" and span.start_ns > 3.0e9)
+    assert all(span.start_ns >= 3.0e9 for span in own if span.action == "compute" and span.step >= pushed)

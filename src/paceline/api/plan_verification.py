@@ -65,13 +65,18 @@ class Verified:
         """Measured / predicted bytes; None: memory was not measured."""
         return median(self.held_bytes) / self.plan.cost.peak.total if self.held_bytes else None
 
+    @property
+    def pays(self) -> bool:
+        """Return whether it is a compiled plan whose step is shorter than the plain one's, by more than runs differ."""
+        return self.plain is not None and self.step_s <= PAYS * self.plain.step_s
+
     def __str__(self) -> str:
         predicted, runs = self.plan.cost.step_s * 1e3, len(self.steps_s)
         lowest, highest = min(self.steps_s) * 1e3, max(self.steps_s) * 1e3
         memory = "" if self.memory_ratio is None else f"; memory {self.memory_ratio:.2f} times"
         measured = f"measured {self.step_s * 1e3:.3g} ms ({lowest:.3g} to {highest:.3g} in {runs} runs)"
         if self.plain is not None:
-            pays = "pays" if self.step_s <= PAYS * self.plain.step_s else "does not pay"
+            pays = "pays" if self.pays else "does not pay"
             ratio = self.step_s / self.plain.step_s
             return f"verified {self.plan.strategy}: {measured}, {ratio:.2f} times the plain one's: to compile {pays}"
         note = f"; {self.note}" if self.note else ""
@@ -117,7 +122,7 @@ def compiled_if_it_pays(
     if (seconds := expected_s(plan, program, options)) is None or seconds < WORTH_TRYING_S:
         return None
     last = verify(train, [plan], program, progress=progress)[-1]
-    return last if last.plain is not None and last.step_s <= PAYS * last.plain.step_s else None
+    return last if last.pays else None
 
 
 def expected_s(plan: Plan, program: Program, options: TrainOptions) -> Seconds | None:

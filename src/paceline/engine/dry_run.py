@@ -62,6 +62,7 @@ def dry_run(program: Program, batch: Batch, *, few: bool = False) -> DryRun:
 
 
 def _step(program: Program, batch: Batch) -> DryRun:
+    """Make the step, with all samples of this batch."""
     with torch.random.fork_rng(devices=[]):
         with _named("model() failed"):
             module = materialize(program, SpillAllocator()).train()

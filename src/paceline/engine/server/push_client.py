@@ -95,7 +95,7 @@ class PushClient(GrantedClient):
         """Returns what the replica keeps, where the server is told of it."""
         self._state: FlatState | None = None
         self._version: Version = 0
-        self._pending = list[PendingPush | PendingCall]()
+        self._pending: Sequence[PendingPush | PendingCall] = ()
         """The exchange under way: one for each server."""
         self._background = _Background() if pull_ahead else None
         self._answer: Future[list[messages.Reply]] | None = None
@@ -118,7 +118,7 @@ class PushClient(GrantedClient):
             self._done, self._under_way, self._ahead = 0, True, True
             return True
         self._state = None  # frees the old A where that is in the object store before the new one comes
-        pending, self._pending = self._pending or self._links.begin_all("first", *self._replica, self.attempt), []
+        pending, self._pending = self._pending or self._links.begin_all("first", *self._replica, self.attempt), ()
         return self._begin(self._links.results(pending))
 
     def _begin(self, replies: Sequence[messages.Reply]) -> bool:
@@ -209,8 +209,8 @@ class PushClient(GrantedClient):
         else:
             self._answer = self._background.submit(lambda: self._links.results(self._push(completion)))
 
-    def _push(self, completion: messages.PushCompletion, *, cancelled: bool = False) -> list[PendingPush | PendingCall]:
-        return [*self._links.push_all(self._slices, self._codecs, completion, self._buffers, cancelled=cancelled)]
+    def _push(self, completion: messages.PushCompletion, *, cancelled: bool = False) -> list[PendingPush]:
+        return self._links.push_all(self._slices, self._codecs, completion, self._buffers, cancelled=cancelled)
 
     def go_on(self, keep: Callable[[], OwnState | None]) -> OwnState | None:
         """Return what the replica kept, in this run or the one before; tell the server from now on what it keeps."""

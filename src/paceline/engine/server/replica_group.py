@@ -105,6 +105,7 @@ def merged(own: OwnState | None, buffers: PushBuffers, workers: int) -> OwnState
 def lead(gang: Gang, assignment: ReplicaAssignment, links: ServerLinks, cancel: CancelFlag) -> messages.Ended:
     """Run the loop of a replica of several workers, as the first of them."""
     job, replica, sink = gang.job, gang.replica, InMemorySink()
+    ahead = job.strategy.pull_ahead
     set_threads_and_seed(job, replica)
     with contextlib.ExitStack() as closing:
         spans = SpanLog(job.trace, *gang.places[0])
@@ -112,9 +113,8 @@ def lead(gang: Gang, assignment: ReplicaAssignment, links: ServerLinks, cancel: 
         pipes, rendezvous = closing.enter_context(gang.led())
 
         def memory(run: RunContext, layout: FlatLayout) -> PushMemory:
-            most, ahead = own_bytes(run, layout), job.strategy.pull_ahead
-            made = PushBuffers(layout, own_bytes=most, workers=len(gang.places), pull_ahead=ahead)
-            return share_buffers(made, pipes)
+            most, workers = own_bytes(run, layout), len(gang.places)
+            return share_buffers(PushBuffers(layout, own_bytes=most, workers=workers, pull_ahead=ahead), pipes)
 
         kept = assignment.kept or {}
         member = closing.enter_context(open_member(job, gang.places[0], rendezvous, kept, memory, spans.recorder))
@@ -122,7 +122,6 @@ def lead(gang: Gang, assignment: ReplicaAssignment, links: ServerLinks, cancel: 
         attempt = max(assignment.attempt, context.positions[replica].attempt)
         slices = server_slices(context, member.layout, links.count)
         codecs = [DeltaCodec.of(context, part) for part in slices]
-        ahead = job.strategy.pull_ahead
         client = PushClient(
             links, slices, codecs, assignment, attempt, buffers, cancel, sink, job.timeout_s, pull_ahead=ahead
         )

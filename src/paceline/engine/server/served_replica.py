@@ -36,10 +36,10 @@ def run_replica(job: Job, assignment: ReplicaAssignment, links: ServerLinks, can
         closing.callback(spans.close)
         layout = FlatLayout.of(module, job.running_buffers)
         attempt, most = max(assignment.attempt, context.positions[replica].attempt), own_bytes(context, layout)
-        buffers = PushBuffers(layout, own_bytes=most, pull_ahead=job.strategy.pull_ahead)
+        ahead = job.strategy.pull_ahead
+        buffers = PushBuffers(layout, own_bytes=most, pull_ahead=ahead)
         slices = server_slices(context, layout, links.count)
         codecs = [DeltaCodec.of(context, part) for part in slices]
-        ahead = job.strategy.pull_ahead
         client = PushClient(
             links, slices, codecs, assignment, attempt, buffers, cancel, sink, job.timeout_s, pull_ahead=ahead
         )

@@ -114,6 +114,7 @@ class Attempts:
         timeline = self.timelines[replica]
         attempt = timeline.attempt
         self.ahead.pop(replica, None)
+        timeline.ahead_s = None  # also where it is at none: it may come back much later
         if attempt is not None:
             attempt.void = True
             del self.under_way[attempt]

@@ -235,5 +235,5 @@ class ReplicaTimeline:
         """End a cancelled attempt: the time that it would still have been busy does not count."""
         from_s, to_s = self.work
         self.busy_s -= max(0.0, min(to_s, end_s) - max(from_s, at_s))
-        self.attempt, self.arrived_s, self.ahead_s = None, at_s, None
+        self.attempt, self.arrived_s = None, at_s
         self.micro_steps += attempt.micro_steps
