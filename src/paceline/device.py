@@ -72,6 +72,12 @@ def use(device: torch.device) -> None:
         module.set_device(device.index or 0)
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done all that this process has asked of it."""
+    if device.type != CPU.type:
+        torch.accelerator.synchronize(device)
+
+
 def seed(number: int, device: torch.device) -> None:
     """Seed torch's generator of the CPU, and that of a device."""
     torch.default_generator.manual_seed(number)

@@ -1,15 +1,22 @@
 """Worker processes, each of which has the accelerator since it is given a model of that device."""
 
 import functools
+import json
 from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD
+from torch.optim import SGD, Adam
 
-from paceline import Run, predict, train
+from paceline import Run, launch, predict, train
 from paceline.engine.base import Engine
 from paceline.engine.local.engine import LocalEngine
+from paceline.engine.local.fault_injection import EventScript
+from tests.accelerator.copied_bytes import Copied, counted
+from tests.accelerator.engine_cases import Loop
 from tests.accelerator.target import Target
 from tests.engine import programs
 
@@ -18,6 +25,18 @@ STRATEGIES = (
     *("stages=2 aggregation=asynchronous", "shards=2 aggregation=local-steps:period=2,over=asynchronous"),
 )
 """Of which the bits do not depend on which replica is the first."""
+
+IN_PLACE = "replicas=1 aggregation=hogwild"
+"""Of more replicas the bits depend on which writes first."""
+
+COUNTED_STRATEGIES = (
+    *("replicas=2", "replicas=2 aggregation=asynchronous", "replicas=2 aggregation=smooth-switch:every=3"),
+    *(
+        "replicas=2 aggregation=local-steps:period=2,over=asynchronous",
+        "replicas=2 aggregation=smooth-switch:threshold=adaptive",
+    ),
+    "replicas=2 aggregation=hogwild",
+)
 
 
 def differences(on: Mapping[str, str]) -> dict[str, float]:
@@ -31,9 +50,86 @@ def differences(on: Mapping[str, str]) -> dict[str, float]:
 
     found = dict[str, float]()
     with LocalEngine() as engine:
-        for strategy in STRATEGIES:
+        for strategy in (*STRATEGIES, IN_PLACE):
             one, other = (trained(strategy, kind, engine) for kind in ("cpu", target.kind))
-            found[strategy] = max(float((one.state[name] - other.state[name]).abs().max()) for name in one.state)
+            found[strategy] = difference(one, other)
+    return found
+
+
+def after_a_death(on: Mapping[str, str], folder: str) -> dict[str, float]:
+    """Return what a device keeps, or loses, of a run of which a replica is killed and replaced, and of one resumed.
+
+    ``difference`` of parameters from a run on the CPU without a death, and ``resumed``, of a run that goes on from the
+    checkpoint of that; ``segments`` of the device's memory that this process still holds after them.
+    """
+    target = Target(**on)
+    model = target.model(programs.dropout) if target.simulated else target.model(programs.mlp)
+    program = programs.program(model=model, optimizer=functools.partial(Adam, lr=0.01), train=programs.data(samples=48))
+
+    def trained(kind: str, steps: int, **options: Any) -> Run:
+        strategy = f"replicas=2 device={kind}"
+        return train(program, strategy, engine=engine, steps=steps, progress=False, **options)
+
+    with LocalEngine() as engine:
+        whole, more = trained("cpu", 6), trained("cpu", 8)
+        engine.script = EventScript().kill(replica=1, step=3)
+        saving: dict[str, Any] = {"checkpoint": folder, "checkpoint_every": "3 steps", "on_death": "replace"}
+        killed = trained(target.kind, 6, **saving)
+        engine.script = EventScript()
+        resumed = trained(target.kind, 8, **saving, resume=True)
+    assert [exit_.replica for exit_ in killed.left] == [1], killed.left
+    assert resumed.left == killed.left, "nothing was resumed"
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+    return {
+        "difference": difference(whole, killed),
+        "resumed": difference(more, resumed),
+        "segments": sum(f"paceline:{target.kind}" in line for line in maps.splitlines()),
+    }
+
+
+def difference(one: Run, other: Run) -> float:
+    """Return how far the parameters of two runs are from each other."""
+    return max(float((one.state[name] - other.state[name]).abs().max()) for name in one.state)
+
+
+class WritingLoop(Loop):
+    """Counts what a step copies in each worker's process, and writes it to ``folder``, if the worker comes to it."""
+
+    def __init__(self, kind: str, folder: str) -> None:
+        super().__init__(kind)
+        self._folder = Path(folder)
+
+    def __call__(self, worker: Any) -> None:
+        super().__call__(worker)
+        if not self.steps:
+            return
+        counts = json.dumps(asdict(self.copied))
+        (self._folder / f"{worker.replica}.json").write_text(counts, encoding="utf-8")
+
+
+def copied(on: Mapping[str, str], folder: str) -> dict[str, list[dict[str, int]]]:
+    """Return what a step copies between host and device, by strategy: in each worker's process, then in main's.
+
+    In main that is what a run of 40 steps more copies more, of each of them. A snapshot that waits to be scored is in
+    the host's memory, and there may be one more of them.
+    """
+    target, found = Target(**on), dict[str, list[dict[str, int]]]()
+    program = programs.program(model=target.model(programs.mlp), optimizer=functools.partial(SGD, lr=0.1, momentum=0.9))
+    with LocalEngine() as engine:
+        for strategy in COUNTED_STRATEGIES:
+            mains, words = list[Copied](), f"{strategy} device={target.kind}"
+            for steps in (12, 52):
+                place = Path(folder) / f"{strategy} {steps}"
+                place.mkdir()
+                loop = WritingLoop(target.kind, str(place))
+                with counted(target.kind) as in_main:
+                    settings: dict[str, Any] = {"steps": steps, "evaluate_every": 100, "progress": False}
+                    launch(loop, program, words, engine=engine, **settings)
+                mains.append(in_main)
+            few, many = mains
+            more = Copied((many.to_host - few.to_host) // 40, (many.to_device - few.to_device) // 40)
+            workers = [json.loads(path.read_text(encoding="utf-8")) for path in place.iterdir()]
+            found[strategy] = [*workers, asdict(more)]
     return found
 
 

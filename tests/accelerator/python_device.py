@@ -19,8 +19,10 @@ from torch import Tensor
 from torch.library import Library
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from paceline.comm import device_memory
 from tests.accelerator import device_module, kernels
 from tests.accelerator.device_module import NAME, alias_on_device, as_host, copies
+from tests.accelerator.memory_of_processes import SimulatedMemory
 
 __all__ = ["NAME", "as_host", "copies", "install"]
 
@@ -118,6 +120,7 @@ def install() -> None:
     torch.Event = Event
     torch.UntypedStorage.__new__ = staticmethod(_new_storage)
     torch.UntypedStorage.resize_ = _resize_storage
+    device_memory.register(NAME, SimulatedMemory())
 
 
 install()

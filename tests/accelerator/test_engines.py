@@ -60,10 +60,30 @@ def test_several_processes(play: ranks.Play, tmp_path: Path, target: Target, siz
 
 
 def test_worker_processes(session_fork_server: ForkServer, target: Target) -> None:
-    """A is in memory of the host that all share, so parameters and Δs are copied."""
+    """A is in the device's memory, which all share."""
     cases = "tests.accelerator.local_cases:differences"
     found = running.run(session_fork_server, cases, device=target.module, on=asdict(target))
     assert all(difference <= target.bound("momentum") for difference in found.values()), found
+
+
+def test_worker_processes_copy_the_batch_alone(session_fork_server: ForkServer, target: Target, tmp_path: Path) -> None:
+    cases = "tests.accelerator.local_cases:copied"
+    outcomes = running.run(session_fork_server, cases, device=target.module, on=asdict(target), folder=str(tmp_path))
+    for strategy, (*workers, main) in outcomes.items():
+        assert workers, strategy
+        for each in workers:
+            assert 0 < each["to_host"] <= SMALL_BYTES, (strategy, workers)
+            assert 0 < each["to_device"] <= BATCH_BYTES + SMALL_BYTES, (strategy, workers)
+        assert max(main.values()) <= SMALL_BYTES, (strategy, main)
+
+
+def test_a_killed_worker_process_is_replaced(session_fork_server: ForkServer, target: Target, tmp_path: Path) -> None:
+    """Its step is made anew, checkpoints are those of the device's A, and no memory of the device stays behind."""
+    cases = "tests.accelerator.local_cases:after_a_death"
+    found = running.run(session_fork_server, cases, device=target.module, on=asdict(target), folder=str(tmp_path))
+    assert found["difference"] <= target.bound("momentum"), found
+    assert found["resumed"] <= target.bound("momentum"), found
+    assert found["segments"] == 0, found
 
 
 def test_predictions(session_fork_server: ForkServer, target: Target) -> None:

@@ -96,10 +96,6 @@ FEATURE_ROWS: tuple[Row, ...] = (
         "aggregation={policy} writes memory that replicas share, but the replicas of engine={engine} share none; write "
         "engine=local",
     ),
-    Row(
-        lambda c: in_place(c) and c.device != "cpu",
-        "aggregation={policy} shares A in the host's memory, not on device={s.device}; write device=cpu",
-    ),
     # --------------------------------------------------------------------- operators that are divided among workers
     _between_replicas("compression", lambda c: c.shards > 1, _SHARDS),
     _between_replicas("shard_parameters", lambda c: c.shards > 1, _SHARDS),

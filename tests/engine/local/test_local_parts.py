@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +12,14 @@ import torch
 from paceline.comm import liveness
 from paceline.comm.fork_server import ForkServer
 from paceline.comm.shared_pickle import share
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InputError, PacelineError
 from paceline.core.mesh import Coordinate
 from paceline.core.records import Record
 from paceline.engine import worker as gauges
 from paceline.engine import worker_metrics
 from paceline.engine.base import Budget, Job
 from paceline.engine.evaluation import SnapshotInfo
+from paceline.engine.local import engine as engine_module
 from paceline.engine.local.arena import ArenaLayout, ParameterArena
 from paceline.engine.local.control_block import ARRIVED, CANCELLED, Completion, MetricsBlock
 from paceline.engine.local.engine import PRELOAD, LocalEngine
@@ -248,3 +250,22 @@ def test_a_child_that_is_forgotten_has_gone(fork_server: ForkServer) -> None:
     os.close(watched)
     assert files() == before
     assert fork_server.alive
+
+
+@pytest.mark.parametrize(
+    ("place", "devices", "said"),
+    [
+        ("cpu", 1, "processes can't share the memory of device=xpu; write device=cpu, or aggregation=asynchronous"),
+        ("xpu:0", 2, "this host has 2 of device=xpu; write aggregation=asynchronous, or let this process see one"),
+        ("xpu:0", 1, None),
+    ],
+)
+def test_replicas_that_write_one_a_need_one_device(
+    monkeypatch: pytest.MonkeyPatch, place: str, devices: int, said: str | None
+) -> None:
+    monkeypatch.setattr(engine_module, "refuse_absent", lambda kind: None)
+    monkeypatch.setattr(engine_module, "arena_device", lambda kind: torch.device(place))
+    monkeypatch.setattr(engine_module, "count", lambda kind: devices)
+    job: Any = SimpleNamespace(strategy=Strategy.parse("replicas=2 aggregation=hogwild device=xpu"))
+    with LocalEngine() as engine, nullcontext() if said is None else pytest.raises(InputError, match=said):
+        engine.refuse(job)

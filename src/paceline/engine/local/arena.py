@@ -12,6 +12,9 @@ P replicas read at most P versions, and one is the current A: among P + 2 one is
 where no process reads, a grant names a version and copies nothing, nothing is locked and nothing is torn. Pages that
 were never touched cost nothing: lockstep training needs two versions. Replicas map versions read-only: a worker that
 writes A there is killed, and can't corrupt what the others read.
+
+Where replicas compute on accelerators whose memory processes can share, versions and Δs lie on the first of these, and
+the shared memory has their handles: see :class:`_DeviceBuffers`. There nothing is read-only.
 """
 
 from dataclasses import dataclass
@@ -20,7 +23,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from paceline import device
+from paceline.comm.device_memory import HANDLE_BYTES, DeviceMemory, shared_memory_of
 from paceline.comm.shared_memory import Arena, SharedMemory
+from paceline.core.errors import PacelineError
 from paceline.core.types import ReplicaId
 from paceline.engine.local.control_block import ControlBlock
 from paceline.engine.own_states import own_bytes
@@ -44,18 +50,64 @@ class ArenaLayout:
     """Of all replicas."""
     own_bytes: int = 0
     """Address space of a copy of what a worker keeps from Δ to Δ, of which each has two; 0: there are none."""
+    device: torch.device = device.CPU
+    """Where versions and Δs are."""
 
     @classmethod
     def of(cls, context: RunContext, state: FlatLayout, optimizer_vectors: int) -> "ArenaLayout":
         """Return the layout of a run's arena."""
-        workers = context.job.strategy.workers
+        workers, place = context.job.strategy.workers, arena_device(context.job.strategy.device)
         own = own_bytes(context, state)
-        return cls(state, context.replicas, context.delta_slots, optimizer_vectors, workers, own)
+        return cls(state, context.replicas, context.delta_slots, optimizer_vectors, workers, own, place)
 
     @property
     def versions(self) -> int:
         """Number of version buffers: one for each reading replica, the present version and the next one."""
         return self.replicas + 2 if self.slots else 1
+
+
+def arena_device(kind: str) -> torch.device:
+    """Return where A is if workers compute on devices of this type: on the first, if processes can share its memory."""
+    return device.of_worker(kind, 0) if shared_memory_of(kind) is not None else device.CPU
+
+
+class _DeviceBuffers:
+    """Buffers in a device's memory, each of one state; a process that shares them finds their handles in words.
+
+    Args:
+        layout: of the states.
+        place: the device.
+        memory: shares its memory.
+    """
+
+    def __init__(self, layout: FlatLayout, place: torch.device, memory: DeviceMemory) -> None:
+        self._device, self._memory, self._arena = place, memory, Arena()
+        for i, block in enumerate((*layout.parameters, *layout.buffers)):
+            self._arena.add(str(i), (block.elements,), block.dtype)
+        self._bytes: dict[str, Tensor] = {}
+
+    def allocate(self, name: str, handle: Tensor) -> None:
+        """Allocate a buffer, and write its handle, unless that has been done."""
+        if name not in self._bytes:
+            self._bytes[name], exported = self._memory.allocate(self._arena.size_bytes, self._device)
+            handle.copy_(torch.frombuffer(bytearray(exported.ljust(HANDLE_BYTES, b"\0")), dtype=torch.uint8))
+
+    def vectors(self, name: str, handle: Tensor) -> list[Tensor]:
+        """Return the vectors of a buffer; where another process has allocated it, by its handle."""
+        if name not in self._bytes:
+            exported = bytes(handle.tolist())
+            if not any(exported):
+                raise PacelineError(f"{name} of the arena has no memory on {self._device} yet; commit it first")
+            self._bytes[name] = self._memory.open(exported, self._arena.size_bytes, self._device)
+        whole, found = self._bytes[name], list[Tensor]()
+        for slot in self._arena.slots.values():
+            end = slot.offset + slot.shape[0] * slot.dtype.itemsize
+            found.append(whole[slot.offset : end].view(slot.dtype))
+        return found
+
+    def close(self) -> None:
+        """Drop all buffers."""
+        self._bytes.clear()
 
 
 class ParameterArena:
@@ -71,13 +123,15 @@ class ParameterArena:
     def __init__(self, layout: ArenaLayout, fd: int | None = None) -> None:
         self.layout, self._arena = layout, Arena()
         self._uncommitted: dict[str, tuple[int, int]] = {}
+        shared = shared_memory_of(layout.device.type)
+        self._on_device = _DeviceBuffers(layout.state, layout.device, shared) if shared is not None else None
         words = ControlBlock.size(layout.replicas, layout.slots, layout.workers)
         at = self._arena.add("words", (words,), torch.int64)
         # First what every run touches, in one piece to be reserved at once: two versions, and a Δ of each replica.
-        for v in range(min(2, layout.versions)):
-            self._add(f"version {v}")
-        for r in range(layout.replicas if layout.slots else 0):
-            self._add(f"delta {r} 0")
+        first = [f"version {v}" for v in range(min(2, layout.versions))]
+        first += [f"delta {r} 0" for r in range(layout.replicas if layout.slots else 0)]
+        for name in first:
+            self._add(name)
         if layout.own_bytes:
             own_words_at = self._arena.add("own words", (3 * layout.workers + 1,), torch.int64)
         touched = self._arena.size_bytes
@@ -86,7 +140,7 @@ class ParameterArena:
                 self._add(f"delta {r} {slot}", committed=False)
         for v in range(2, layout.versions):
             self._add(f"version {v}", committed=False)
-        if layout.slots:
+        if layout.slots and self._on_device is None:
             memory = [f"memory {copy} {m}" for copy in (0, 1) for m in range(layout.optimizer_vectors)]
             for name in ("sum", *memory):
                 self._add(name, committed=False, buffers=False)
@@ -106,9 +160,14 @@ class ParameterArena:
         self._readable: SharedMemory | None = None
         self.mapped: dict[str, FlatState] = {}
         """The states that have been mapped, by name; "readonly v" where they can't be written."""
+        if fd is None:
+            self._allocate(*first)
 
     def _add(self, name: str, *, committed: bool = True, buffers: bool = True) -> None:
         start, state = self._arena.size_bytes, self.layout.state
+        if self._on_device is not None:
+            self._arena.add(_handle(name), (HANDLE_BYTES,), torch.uint8)
+            return
         for i, block in enumerate((*state.parameters, *state.buffers) if buffers else state.parameters):
             self._arena.add(f"{name}: {i}", (block.elements,), block.dtype)
         if not committed and self._arena.size_bytes > start:
@@ -119,7 +178,7 @@ class ParameterArena:
         return self._map(f"version {v}", f"version {v}", self.segment)
 
     def readonly_version(self, v: int) -> FlatState:
-        """Return version buffer ``v`` where a write is a segmentation fault."""
+        """Return version buffer ``v`` where a write is a segmentation fault, if it is in the host's memory."""
         self._readable = self._readable or self.segment.readable()
         return self._map(f"readonly {v}", f"version {v}", self._readable)
 
@@ -149,14 +208,22 @@ class ParameterArena:
         Raises:
             PacelineError: there is not that much.
         """
+        self._allocate(*names)
         for name in names if self._uncommitted else ():
             place = self._uncommitted.pop(name, None)
             if place is not None:
                 self.segment.reserve(*place)
 
+    def _allocate(self, *names: str) -> None:
+        if self._on_device is not None:
+            for name in names:
+                self._on_device.allocate(name, self._arena.tensor(self.segment, _handle(name)))
+
     def close(self) -> None:
         """Release the memory; vectors returned before keep it mapped as long as they live."""
         self.mapped.clear()
+        if self._on_device is not None:
+            self._on_device.close()
         for vectors in ("sums", "memory"):
             self.__dict__.pop(vectors, None)
         self.segment.close()
@@ -168,12 +235,19 @@ class ParameterArena:
         if state is None:
             layout = self.layout.state
             first = len(layout.parameters)
-            buffers = [self._arena.tensor(segment, f"{name}: {first + i}") for i in range(len(layout.buffers))]
-            state = self.mapped[key] = FlatState(layout, self._parameters(name, segment), buffers)
+            if self._on_device is None:
+                vectors = [self._arena.tensor(segment, f"{name}: {i}") for i in range(first + len(layout.buffers))]
+            else:
+                vectors = self._on_device.vectors(name, self._arena.tensor(segment, _handle(name)))
+            state = self.mapped[key] = FlatState(layout, vectors[:first], vectors[first:])
         return state
 
     def _parameters(self, name: str, segment: SharedMemory) -> list[Tensor]:
         return [self._arena.tensor(segment, f"{name}: {i}") for i in range(len(self.layout.state.parameters))]
+
+
+def _handle(name: str) -> str:
+    return f"{name}: handle"
 
 
 class VersionPool:

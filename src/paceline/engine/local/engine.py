@@ -8,19 +8,22 @@
                                       die are to be replaced or left out
 """
 
+import gc
 import os
 from contextlib import ExitStack
 
 import torch
 
-from paceline.aggregation import Synchronous
+from paceline.aggregation import Synchronous, text_of
 from paceline.comm.fork_server import ForkServer
 from paceline.comm.linux import considerate, prompt
 from paceline.core.delta import Change, Distance, InPlace
+from paceline.core.errors import InputError
 from paceline.core.registry import register
-from paceline.device import refuse_absent
+from paceline.device import CPU, count, refuse_absent
 from paceline.engine import ENGINES
 from paceline.engine.base import Engine, Job, Outcome, Watcher
+from paceline.engine.local.arena import arena_device
 from paceline.engine.local.fault_injection import EventScript
 from paceline.engine.local.local_run import LocalRun
 from paceline.engine.local.worker_processes import ENTRY
@@ -63,7 +66,21 @@ class LocalEngine(Engine):
 
     def refuse(self, job: Job) -> None:
         refuse_torchrun(self.name)
-        refuse_absent(job.strategy.device)
+        refuse_absent(kind := job.strategy.device)
+        policy = job.strategy.aggregation
+        if kind == CPU.type or not isinstance(policy.delta, InPlace):
+            return
+        written = f"replicas of aggregation={text_of(policy)} write one A"
+        if arena_device(kind) == CPU:
+            raise InputError(
+                f"{written}, but processes can't share the memory of device={kind}; write device=cpu, or "
+                "aggregation=asynchronous"
+            )
+        if count(kind) > 1:
+            raise InputError(
+                f"{written}, on one device, but this host has {count(kind)} of device={kind}; write "
+                "aggregation=asynchronous, or let this process see one (CUDA_VISIBLE_DEVICES=0)"
+            )
 
     def run(self, job: Job, watch: Watcher) -> Outcome:
         strategy = job.strategy
@@ -80,7 +97,10 @@ class LocalEngine(Engine):
         with scheduling, ExitStack() as closing:
             closing.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)  # main's updates are of small vectors
-            return LocalRun(job, fork_server, watch, self.script, closing, self._entry).outcome()
+            outcome = LocalRun(job, fork_server, watch, self.script, closing, self._entry).outcome()
+        if strategy.device != CPU.type:
+            gc.collect()  # objects of a run refer to each other, and would keep its memory of the device
+        return outcome
 
     def _fork_server_with(self, modules: tuple[str, ...]) -> ForkServer:
         """Return the fork server; starts another where it lacks modules that this run needs, or was killed.

@@ -13,15 +13,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from paceline.comm import liveness
 from paceline.comm.fork_server import ForkServer
 from paceline.comm.shared_pickle import SharedObject, unpack
 from paceline.core.errors import SCORER, WorkerError, encode_failure, failure_text
 from paceline.core.records import Record
 from paceline.core.types import Seconds
+from paceline.device import CPU, of_worker, synchronize
 from paceline.engine.base import Job
 from paceline.engine.evaluation import EvaluationQueue, Evaluator, SnapshotInfo, become_evaluator
-from paceline.engine.local.arena import ArenaLayout, ParameterArena
+from paceline.engine.local.arena import ArenaLayout, ParameterArena, arena_device
 from paceline.replica.flat_state import FlatLayout, FlatState
 
 ENTRY = "paceline.engine.local.evaluation_process:main"
@@ -46,11 +49,11 @@ class EvaluationProcess:
         self._timeout_s, self._fork_server = job.timeout_s, fork_server
         self.link, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         """Readable when a record is there, or the process has ended; with the process at the other end."""
-        self._arena = ParameterArena(ArenaLayout(layout))
+        self._arena = ParameterArena(ArenaLayout(layout, device=arena_device(job.strategy.device)))
         with remote:
             fds = [shared_job.fd, remote.fileno(), self._arena.segment.fd]
             self.child = fork_server.spawn(ENTRY, {"idle_only": idle_only}, fds)
-        self.queue = EvaluationQueue(job.program, layout.nbytes)
+        self.queue = EvaluationQueue(job.program, layout.nbytes, device=_device(job))
         self._early: list[Record] = []
         self.alive = True
 
@@ -61,7 +64,7 @@ class EvaluationProcess:
         if self.alive and not self.queue.snapshots:
             self._send(state, info)
         else:
-            self.queue.snapshots.append((state.clone(), info))
+            self.queue.snapshots.append((state.to(CPU) if state.device != CPU else state.clone(), info))
 
     def collect(self) -> list[Record]:
         """Return the records that have come back."""
@@ -90,6 +93,7 @@ class EvaluationProcess:
     def _send(self, state: FlatState, info: SnapshotInfo) -> None:
         """Give the process, which has none, a snapshot, and make that the first of the queue."""
         self.queue.snapshots.appendleft((self._arena.version(0).copy_(state), info))
+        synchronize(self._arena.layout.device)
         try:
             self.link.send(json.dumps(asdict(info)).encode())
         except OSError:
@@ -118,6 +122,11 @@ class EvaluationProcess:
         return [Record.of(answer)]
 
 
+def _device(job: Job) -> torch.device:
+    """Return the device that evaluates: the next one after those of the workers."""
+    return of_worker(job.strategy.device, job.strategy.workers)
+
+
 def main(args: dict[str, Any], fds: Sequence[int]) -> None:
     """Entry of the process: evaluate what is sent until the other end hangs up."""
     job_fd, socket_fd, arena_fd = fds
@@ -127,8 +136,9 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
             become_evaluator(idle_only=args["idle_only"])
             module = job.program.build()
             layout = FlatLayout.of(module, job.running_buffers)
-            snapshot = ParameterArena(ArenaLayout(layout), arena_fd).version(0)
-            evaluator = Evaluator(job.program, module)
+            shared = ArenaLayout(layout, device=arena_device(job.strategy.device))
+            snapshot = ParameterArena(shared, arena_fd).version(0)
+            evaluator = Evaluator(job.program, module, _device(job))
             while message := link.recv(1 << 16):
                 record = evaluator.score(snapshot, SnapshotInfo(**json.loads(message)))
                 link.send(json.dumps(record.row()).encode())

@@ -26,7 +26,7 @@ from paceline.core.records import WorkerFigures
 from paceline.core.types import Nanoseconds, ReplicaId, Seconds
 from paceline.engine.base import Job, Outcome, Progress, Watcher
 from paceline.engine.checkpointing import Checkpointer, Snapshot
-from paceline.engine.local.arena import ArenaLayout, ParameterArena
+from paceline.engine.local.arena import ArenaLayout, ParameterArena, arena_device
 from paceline.engine.local.control_block import ARRIVED, COMPLETIONS, Completion
 from paceline.engine.local.evaluation_process import EvaluationProcess
 from paceline.engine.local.fault_injection import EventScript, FaultInjector
@@ -73,7 +73,7 @@ class LocalRun:
     ) -> None:
         self._job, self._fork_server, self._watch, self._closing = job, fork_server, watch, closing
         self._context = context = RunContext(job)
-        self._module, state = first_state(job.program, job.running_buffers)
+        self._module, state = first_state(job.program, job.running_buffers, str(arena_device(job.strategy.device)))
         self._shared_job = share(job)
         closing.callback(self._shared_job.close)
         noise = NoiseAccumulator(context.reference_batch) if job.noise_scale else None

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from paceline.core.errors import PacelineError
 from paceline.core.types import ReplicaId
+from paceline.device import CPU
 from paceline.engine.local.arena import ParameterArena
 from paceline.engine.local.control_block import UpdateSlice, UpdateTask
 from paceline.engine.local.worker_processes import WorkerProcesses
@@ -106,7 +107,7 @@ class ParallelUpdate:
     def __init__(self, arena: ParameterArena, workers: WorkerProcesses, owner: ServerOptimizer) -> None:
         self._arena, self._control, self._workers, self._owner = arena, arena.control, workers, owner
         self._cores, self._slices = len(os.sched_getaffinity(0)), SliceOptimizer(arena)
-        alone = not owner.divisible or self._cores < 2
+        alone = not owner.divisible or self._cores < 2 or arena.layout.device != CPU
         # An update reads each Δ and A, and writes A.
         self._least_deltas = math.inf if alone else WORTH_BYTES / arena.layout.state.parameter_bytes - 2
         self._number = 0

@@ -10,6 +10,7 @@ from paceline.checkpoint.base import TensorChunk
 from paceline.core.data_order import BatchRange
 from paceline.core.errors import PacelineError
 from paceline.core.types import Clock, ReplicaId, Version
+from paceline.device import synchronize
 from paceline.engine.local.arena import ParameterArena, VersionPool
 from paceline.engine.local.control_block import BEING_WRITTEN, END, GO, Completion, Grant
 from paceline.engine.local.parallel_update import ParallelUpdate
@@ -213,6 +214,7 @@ class SharedMemoryServer:
             observed = estimator.through(seen, len(deltas))
             owner.apply(observed, action.rate, alone=action.alone, out=self._arena.version(destination))
             estimator.updated()
+        synchronize(self._arena.layout.device)  # replicas read it, and overwrite the Δs, without asking the device
         self._control.versions[destination] = self.version + 1
         self.versions.commit_write(destination)
         for a, slot, _, _ in held:

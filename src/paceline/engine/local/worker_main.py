@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
+import torch
+
 from paceline.comm import liveness
 from paceline.comm.linux import keep_freed_memory
 from paceline.comm.shared_pickle import SharedObject, unpack
@@ -25,6 +27,7 @@ from paceline.core.data_order import BatchRange
 from paceline.core.errors import encode_failure
 from paceline.core.mesh import Coordinate
 from paceline.core.types import Clock, Nanoseconds, ReplicaId, Seconds, Version
+from paceline.device import CPU, synchronize, use
 from paceline.engine.base import Job
 from paceline.engine.local.arena import ArenaLayout, ParameterArena
 from paceline.engine.local.control_block import ARRIVED, CANCELLED, Completion, Grant
@@ -53,9 +56,11 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
         recorder = Recorder(replica, 0, 0, trace[0]) if trace else NullRecorder()
         set_threads_and_seed(job, replica)
         context, module = RunContext(job), job.program.build()
+        device = torch.device(context.device(replica))
+        use(device)
         layout = FlatLayout.of(module, job.running_buffers)
         arena = ParameterArena(ArenaLayout.of(context, layout, args["remembers"]), arena_fd)
-        client = SharedMemoryClient(arena, replica, own_fd, main_fd)
+        client = SharedMemoryClient(arena, replica, own_fd, main_fd, device)
         liveness.last_acts.append(functools.partial(_say_orphaned, client, replica))
         step_bytes = 2 * layout.parameter_bytes if context.delta_slots else 0
         metrics = WorkerMetrics(arena.control.metrics, replica, recorder, step_bytes, context.per_step)
@@ -118,10 +123,14 @@ class SharedMemoryClient(GrantedClient):
         replica: of this worker.
         own_fd: eventfd that is notified when there is a grant or a slice for this replica.
         main_fd: eventfd to notify when there is a completion or a finished slice for main.
+        device: computes Δ, and has written it before an attempt is reported as complete.
     """
 
-    def __init__(self, arena: ParameterArena, replica: ReplicaId, own_fd: int, main_fd: int) -> None:
+    def __init__(
+        self, arena: ParameterArena, replica: ReplicaId, own_fd: int, main_fd: int, device: torch.device = CPU
+    ) -> None:
         super().__init__(arena.control.completed[replica])
+        self._device = device
         self._arena, self._control, self._replica = arena, arena.control, replica
         self._wakeup = Wakeup(EventFd(own_fd), arena.control.sleep_flag(replica))
         self._main = Wakeup(EventFd(main_fd), arena.control.sleep_flag(None))
@@ -207,6 +216,7 @@ class SharedMemoryClient(GrantedClient):
         """Publish the end of the attempt, after Δ was written: main reads the buffer once it sees the completion."""
         attempt, slot, control = self.attempt, self.grant.slot, self._control
         self.leave(attempt)
+        synchronize(self._device)
         self._under_way, self._completed_ns = False, time.monotonic_ns()
         facts = measured.samples, measured.finite, measured.loss, self._completed_ns
         ending = CANCELLED if cancelled else ARRIVED

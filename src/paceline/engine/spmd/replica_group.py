@@ -22,6 +22,7 @@ from torch import Tensor
 from paceline.core.errors import PacelineError, WaitTimeoutError
 from paceline.core.mesh import Coordinate, Mesh
 from paceline.core.types import Clock, Seconds, Version
+from paceline.device import synchronize
 from paceline.engine.spmd.communicator import Communicator
 from paceline.engine.spmd.shard_views import ShardViews, StageSharding, owned_names
 from paceline.engine.worker import WorkerMetrics
@@ -236,6 +237,7 @@ class ShardIO:
             full = self._group.delta(slot)
             self._writes[slot] = ShardViews(self._delta, full, self._stage.placements, self._shard, self._names)
         self._writes[slot].put()
+        synchronize(self._state.device)
         return PartDone(self._version, measured.finite, measured.samples, measured.loss)
 
 
