@@ -51,13 +51,19 @@ POLICIES = (
 OF_TWO = (
     *("replicas=2", "stages=2", "stages=2 schedule=zero-bubble", "shards=2"),
     *("replicas=2 shard_optimizer=true", "replicas=2 shard_parameters=true"),
-    "replicas=2 aggregation=local-steps:period=2",
+    *(
+        "replicas=2 aggregation=local-steps:period=2",
+        "replicas=2 aggregation=local-steps:period=4,overlap=1,fragments=2",
+    ),
     *(
         "replicas=2 compression=fp16",
         "replicas=2 compression=powersgd:rank=1",
         "replicas=2 compression=top-k:ratio=0.1",
     ),
 )
+UNFLUSHED = ("stages=2 schedule=pipedream", "stages=2 micro_batches=2 schedule=pipedream-2bw")
+"""Of two ranks; they don't clip."""
+
 OF_FOUR = ("replicas=2 stages=2", "stages=2 shards=2", "replicas=2 shards=2 shard_optimizer=true")
 
 

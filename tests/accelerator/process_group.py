@@ -8,8 +8,9 @@ module registers both, and installs the device in Python unless there is one.
 
 import functools
 import importlib
+from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,10 @@ def _by_shm(name: str) -> Callable[..., dist.Work]:
         on_device = dict[int, tuple[Tensor, Tensor]]()
         arguments = [group.on_host(name, each, on_device) for each in arguments]
         options = {key: group.on_host(name, each, on_device) for key, each in options.items()}
+        if name not in ("send", "recv") and on_device:
+            group.asked[f"{group.group_name}:collectives"].append(
+                f"{name} {[x.numel() for x, _ in on_device.values()]}"
+            )
         work = getattr(group.host, name)(*arguments, **options)
         # DDP and functional collectives read them.
         work._outputs = [on_device[id(x)][1] if id(x) in on_device else x for x in work._outputs]
@@ -45,6 +50,10 @@ class SimProcessGroup(PythonProcessGroup):
         host: the group that carries them.
         with_cpu: whether it carries tensors on the CPU, too.
     """
+
+    asked: ClassVar[dict[str, list[str]]] = defaultdict[str, list[str]](list)
+    """What this process has asked its groups for, in order: "group:messages 0, 1" (ranks) -> who sends each to whom;
+    "group:collectives" -> each one, with the sizes of its tensors on the device."""
 
     supports_splitting = False  # torch asks where init_process_group is given device_id=
 
@@ -99,8 +108,22 @@ class SimProcessGroup(PythonProcessGroup):
     allgather_coalesced = _by_shm("allgather_coalesced")
     all_gather_single_coalesced = allgather_into_tensor_coalesced = _by_shm("all_gather_single_coalesced")
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced = _by_shm("reduce_scatter_single_coalesced")
-    send = _by_shm("send")
-    recv = _by_shm("recv")
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
+        self._note(self.rank(), peer)
+        return self._send(tensors, peer, tag)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> dist.Work:
+        self._note(peer, self.rank())
+        return self._recv(tensors, peer, tag)
+
+    def _note(self, source: int, destination: int) -> None:
+        """Note a message: NCCL has those of two ranks of a group in one order, and waits for ever if they have two."""
+        pair = sorted((source, destination))
+        self.asked[f"{self.group_name}:messages {pair[0]}, {pair[1]}"].append(f"{source} -> {destination}")
+
+    _send = _by_shm("send")
+    _recv = _by_shm("recv")
     recv_anysource = _by_shm("recv_anysource")
 
     def _start_coalescing(self, device: Any = None) -> None:

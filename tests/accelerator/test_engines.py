@@ -1,6 +1,8 @@
 """Each engine × form × policy on an accelerator: the CPU's results, and nothing of A, Δ or optimizer copied."""
 
 import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -57,6 +59,21 @@ def test_several_processes(play: ranks.Play, tmp_path: Path, target: Target, siz
             if backend == OWN:
                 assert to_host <= SMALL_BYTES, (name, to_host)
                 assert to_device <= BATCH_BYTES + SMALL_BYTES, (name, to_device)
+    if target.simulated and backend == OWN:
+        assert_one_order(kept(tmp_path, "asked", size))
+
+
+def assert_one_order(of_ranks: Sequence[Mapping[str, list[str]]]) -> None:
+    """Raise AssertionError unless ranks ask for messages and collectives in one order, as NCCL has them."""
+    seen = defaultdict[str, list[list[str]]](list)
+    for messages in of_ranks:
+        for what, asked in messages.items():
+            seen[what].append(asked)
+    assert any("messages" in what for what in seen)
+    assert any("collectives" in what for what in seen)
+    for what, (one, *others) in seen.items():
+        assert others, what
+        assert all(each == one for each in others), what
 
 
 def test_worker_processes(session_fork_server: ForkServer, target: Target) -> None:

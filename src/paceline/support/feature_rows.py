@@ -151,12 +151,6 @@ FEATURE_ROWS: tuple[Row, ...] = (
         "many batches; write micro_batches=1 and a smaller batch_size=, or schedule=pipedream-2bw",
     ),
     Row(
-        lambda c: not c.flushes and c.device != "cpu",
-        "device={s.device}: NCCL transports what two stages send each other in one order, but under "
-        "schedule={s.schedule} each goes on before the other is given the next batch; write device=cpu, or "
-        "schedule=1f1b",
-    ),
-    Row(
         lambda c: not c.flushes and c.clip_norm is not None,
         f"clip_norm={{clip_norm}} scales a gradient by the norm of all of it, {_MOVES}; write clip_norm=None, or "
         "schedule=1f1b",

@@ -89,6 +89,10 @@ class Communicator:
             return None if group is None else self
         return Communicator(group, self._watchdog, str(self.device), self.traffic)
 
+    def again(self) -> "Communicator":
+        """Create another group of the same ranks, whose messages don't wait for this one's; all call it together."""
+        return Communicator(self.group.again(), self._watchdog, str(self.device), self.traffic)
+
     def give_up_group(self) -> bool:
         """Leave a group of which members are lost; return whether collectives may still write what they were given."""
         return self.group.give_up()

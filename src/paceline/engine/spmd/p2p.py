@@ -138,11 +138,20 @@ class ProcessGroupP2P(P2P):
         communicator: of the whole run; counts the bytes.
         routes: to the workers of this replica, as ranks of the run.
         device: of this worker, on which messages are when they have been received.
+        backward: for messages to stages before this one, and from those after it; None: as the others.
     """
 
-    def __init__(self, communicator: Communicator, routes: Routes, device: torch.device = CPU) -> None:
-        self._communicator, self._group, self._device = communicator, communicator.group.handle, device
-        columns = range(len(routes.mesh.stage_replicas))
+    def __init__(
+        self,
+        communicator: Communicator,
+        routes: Routes,
+        device: torch.device = CPU,
+        backward: Communicator | None = None,
+    ) -> None:
+        self._communicator, self._device = communicator, device
+        self._forward, self._backward = communicator.group.handle, (backward or communicator).group.handle
+        replicas = routes.mesh.stage_replicas
+        columns, self._column = range(len(replicas)), replicas.number(routes.mesh.stage_replica(routes.place))
         self._destinations, self._sources = list(map(routes.to, columns)), list(map(routes.source, columns))
         self._wait_thread = None if communicator.group.backend in WAITS_AGAIN else WaitThread()
         self._polls = communicator.group.backend == "shm"
@@ -154,13 +163,15 @@ class ProcessGroupP2P(P2P):
         if tensor.numel():
             sent = self._communicator.to_device(tensor)
             ranks = self._destinations[destination]
-            works = [self._group.send([_real(sent)], rank, 0) for rank in ranks]  # dist.isend without its checks
+            group = self._backward if destination < self._column else self._forward
+            works = [group.send([_real(sent)], rank, 0) for rank in ranks]  # dist.isend without its checks
             self._sends.append(_Send(works, sent, description))
             self._communicator.traffic.sent_bytes += tensor.nbytes * len(ranks)
 
     def irecv(self, shape: Sequence[int], dtype: torch.dtype, source: int, description: str) -> Callable[[], Tensor]:
         buffer = torch.empty(*shape, dtype=dtype, device=self._communicator.device)
-        work = self._group.recv([_real(buffer)], self._sources[source], 0) if buffer.numel() else None
+        group = self._backward if source > self._column else self._forward
+        work = group.recv([_real(buffer)], self._sources[source], 0) if buffer.numel() else None
 
         def received() -> Tensor:
             if work is not None:

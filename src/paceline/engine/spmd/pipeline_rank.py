@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import InputError
+from paceline.device import CPU
 from paceline.engine.run_context import first_batch
 from paceline.engine.spmd.communicator import Communicator
 from paceline.engine.spmd.p2p import ProcessGroupP2P, Routes
@@ -127,7 +128,9 @@ class PipelineRank(ModelParallelRank):
         strategy, replicas = job.strategy, self.mesh.stage_replicas
         p2p, device = None, self.run_context.device(self.rank)
         if communicator is not None:
-            p2p = ProcessGroupP2P(communicator, Routes(self.mesh, self.place), torch.device(device))
+            # NCCL has the messages of two ranks in one order, and a stage asks for the next ones before it sends.
+            backward = communicator if communicator.device == CPU else communicator.again()
+            p2p = ProcessGroupP2P(communicator, Routes(self.mesh, self.place), torch.device(device), backward)
         return PipelineContext(
             job.program,
             CommPlan.of(self.cut, self.order, replicas, strategy.micro_batch_count),

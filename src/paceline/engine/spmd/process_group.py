@@ -125,6 +125,19 @@ class ProcessGroup:
             own.wait_for_ever()
         return own
 
+    def again(self) -> "ProcessGroup":
+        """Create another group of the same ranks; all of them call it together.
+
+        A backend of a device may keep the messages of two ranks in the order in which both were asked for them: here
+        nothing waits for those of the other group.
+        """
+        handle = dist.new_group(backend=_in_torch(self.backend), timeout=self.bound)
+        self.subgroups.append(handle)
+        group = ProcessGroup(handle, self.store, self.backend, self.bound)
+        if self.for_ever:
+            group.wait_for_ever()
+        return group
+
     def of_generation(self, number: int, members: Sequence[int], timeout_s: Seconds) -> "ProcessGroup":
         """Form a group of some ranks of the run, by themselves; they call it together.
 

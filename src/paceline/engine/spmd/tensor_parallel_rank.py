@@ -203,7 +203,7 @@ class ModelParallelRank(ABC):
             # The first replica has the first ranks; of each of its stages, the first replica of the stage sends.
             for shard, layout in enumerate(stage.parts):
                 # One part after the other: no rank needs memory for more than A and one part.
-                part = self.state if source + shard == self.rank else layout.new()
+                part = self.state if source + shard == self.rank else layout.new(device=self.state.device)
                 if communicator is not None:
                     for vector in part.vectors:
                         communicator.broadcast(vector, source + shard, "the gathering of A")
