@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from paceline.aggregation import Synchronous
 from paceline.clock.times import Delay
 from paceline.planner.answer import answer, rules
 from paceline.planner.base import Arrangement, Plan
@@ -154,6 +155,18 @@ def test_policies_compete_where_replicas_are_slow_at_times() -> None:
     assert best.samples_per_s > strict.samples_per_s
     assert strict.cost.terms["waiting"] == pytest.approx(0.1)
     assert "Δs an update" in best.provenance["waiting"]
+
+
+def test_policies_compete_where_a_divided_optimizer_is_faster_too() -> None:
+    """They have no divided one, so the same replicas with a whole one compete."""
+    asked, workload = Objectives(replicas=4, simulated=500), Plain(parameters=2000)
+    fastest = search(workload, cluster(), asked).plans[0]
+    assert fastest.arrangement.divided == 1
+    delayed = replace(asked, delay=Delay.parse("fraction=0.5 constant:value=10"))
+    best = search(workload, cluster(), delayed).plans[0]
+    assert best.strategy is not None
+    assert not isinstance(best.strategy.aggregation, Synchronous)
+    assert best.arrangement == replace(fastest.arrangement, divided=0)
 
 
 def test_staleness_counts_where_samples_do() -> None:

@@ -224,7 +224,7 @@ def answer(
         unlimited = replace(objectives, engine=engine, unbuilt=True, delay=None, simulated=2 * SHOWN)
         every = search(workload, cluster, unlimited, cost_cache=cost_cache, of_each_kind=OF_EACH_KIND).plans
     beyond = None
-    if every and not objectives.unbuilt and not cpu:
+    if every and not objectives.unbuilt and not cpu and objectives.delay is None:
         best, beyond = every[0], every[0]
         if shown and key(shown[0], workload, objectives) <= key(best, workload, objectives):
             beyond = None

@@ -182,14 +182,23 @@ def _search_policies(cache: CostCache, objectives: Objectives) -> SearchResult:
     for replicas in counts:
         if objectives.engine != "ray":
             results.append(_search_synchronous(cache, replace(own, replicas=replicas)))
-            paced += policies.compete(results[-1].plans, cluster, objectives)
+            plans = results[-1].plans
+            paced += policies.compete([*plans, *_undivided(plans, cache, own)], cluster, objectives)
         fitting = min(most, served_plans.most_workers(replicas, cluster))
         if served_plans.compete(cluster, objectives) and fitting:
             results.append(_search_synchronous(cache, replace(own, replicas=replicas, engine="ray", workers=fitting)))
             paced += served_plans.served_plans(results[-1].plans, workload, cluster, objectives)
-    plans = policies.ranked(paced, workload, objectives)
+    ranked = policies.ranked(paced, workload, objectives)
     totals = (sum(getattr(result, name) for result in results) for name in ("frames", "costed", "left_out"))
-    return SearchResult(tuple(plans[: objectives.simulated]), *totals)
+    return SearchResult(tuple(ranked[: objectives.simulated]), *totals)
+
+
+def _undivided(plans: Sequence[Plan], cache: CostCache, objectives: Objectives) -> list[Plan]:
+    """Return those plans that divide the optimizer's state with it whole, if they fit: other policies divide none."""
+    known = [plan.arrangement for plan in plans]
+    whole = dict.fromkeys(replace(arrangement, divided=0) for arrangement in known if arrangement.divided)
+    found = [cache.plan(arrangement) for arrangement in whole if arrangement not in known]
+    return [plan for plan in found if plan.cost.peak.total <= objectives.max_bytes(cache.cluster)]
 
 
 # -------------------------------------------------------------------------------------------------------------- ranking
