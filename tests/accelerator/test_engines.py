@@ -59,6 +59,24 @@ def test_several_processes(play: ranks.Play, tmp_path: Path, target: Target, siz
                 assert to_device <= BATCH_BYTES + SMALL_BYTES, (name, to_device)
 
 
+@pytest.mark.parametrize("which", ["virtual", "distributed:gloo"])
+def test_no_step_waits_for_the_device(
+    session_fork_server: ForkServer, tmp_path: Path, target: Target, which: str
+) -> None:
+    cases, words = "tests.accelerator.late_cases:alone", {"engine": which, "kind": target.kind, "folder": str(tmp_path)}
+    outcomes = running.run(session_fork_server, cases, device=target.module, **words)
+    for name, difference in outcomes.items():
+        assert difference <= target.bound(name.partition(" ")[0]), (name, difference)
+
+
+def test_no_step_of_two_ranks_waits_for_the_device(play: ranks.Play, tmp_path: Path, target: Target) -> None:
+    script = SCRIPT.with_name("late_script.py")
+    play(script, *words_of(target, OWN, 2), size=2, folder=tmp_path)
+    for outcomes in kept(tmp_path, "late", 2):
+        for name, difference in outcomes.items():
+            assert difference <= target.bound(name.partition(" ")[0]), (name, difference)
+
+
 def test_worker_processes(session_fork_server: ForkServer, target: Target) -> None:
     """A is in memory of the host that all share, so parameters and Δs are copied."""
     cases = "tests.accelerator.local_cases:differences"
