@@ -5,7 +5,9 @@ types differ in; everything else is tensors.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from paceline.core.errors import InputError
 AUTO, CPU = "auto", torch.device("cpu")
 
 # Types whose copies from pinned memory go on while the host does something else.
-PINNED = ("cuda", "xpu")
+PINNED: tuple[str, ...] = ("cuda", "xpu")
 
 # Types that have no numbers of 64 bits.
 WITHOUT_FLOAT64 = ("mps",)
@@ -116,6 +118,44 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == CPU and device.type in PINNED and tensor.numel():
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def stacked(numbers: Sequence[Tensor]) -> Tensor:
+    """Return a vector of tensors of one element, in the widest of their dtypes, where each is exactly itself."""
+    dtype = functools.reduce(torch.promote_types, (number.dtype for number in numbers))
+    return torch.stack([number.detach().reshape(()).to(dtype) for number in numbers])
+
+
+class Reading:
+    """Numbers that a device computes, on their way to the host, which reads them later and does not wait before.
+
+    Like a collective it may be waited for; what the device is given after these numbers is not waited for.
+
+    Args:
+        numbers: tensors of one element, all on one device.
+    """
+
+    def __init__(self, numbers: Sequence[Tensor]) -> None:
+        packed = stacked(numbers)
+        host = torch.empty(packed.shape, dtype=packed.dtype)
+        self._host = (host.pin_memory() if packed.device.type in PINNED else host).copy_(packed, non_blocking=True)
+        self._event = torch.Event(packed.device)
+        self._event.record()
+
+    def is_completed(self) -> bool:
+        """Return whether the numbers are on the host."""
+        return bool(self._event.query())
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return once they are, whatever the timeout."""
+        del timeout
+        self._event.synchronize()
+        return True
+
+    def numbers(self) -> list[float]:
+        """Return them; waits."""
+        self.wait()
+        return [float(number) for number in self._host.tolist()]
 
 
 def placed(*modules: nn.Module, device: torch.device) -> None:

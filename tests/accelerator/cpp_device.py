@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline import device
 from tests.accelerator import building, device_module, kernels
 from tests.accelerator.device_module import NAME, as_host, copies
 
@@ -29,6 +30,7 @@ def install() -> None:
     torch.utils.rename_privateuse1_backend(NAME)
     extension = building.build()
     torch._register_device_module(NAME, device_module)
+    device.PINNED += (NAME,)
     torch.utils.generate_methods_for_privateuse1_backend()
     hardware = device_module.hardware
     hardware.devices, hardware.place, hardware.launch = 2, _copied_to, extension.run_uploads
@@ -46,12 +48,12 @@ def _copy_from(extension: ModuleType, source: Tensor, target: Tensor, non_blocki
     plain = source.is_contiguous() and target.is_contiguous() and source.dtype == target.dtype
     plain = plain and source.shape == target.shape
     if non_blocking and plain and target.is_pinned():
-        copies.to_host(target.nbytes)
+        copies.to_host(target.nbytes, blocks=False)
         extension.run_uploads()
         extension.download(target, as_host(source), source.device.index)
         return target
     if non_blocking and plain and source.is_pinned():
-        copies.to_device(target.nbytes)
+        copies.to_device(target.nbytes, blocks=False)
         extension.run_uploads()  # into the same memory, if there are any, this one is behind
         extension.upload(as_host(target), source, target.device.index)
         return target

@@ -23,9 +23,11 @@ class Copies:
 
     Args:
         to_host_bytes: of ``.cpu()``, ``.item()``, ``.tolist()``, ``copy_`` into a CPU tensor, ``torch.equal``, ...
-        to_host_calls: so many; each makes the host wait for the device.
+        to_host_calls: so many.
         to_device_bytes: of ``.to("sim")``, ``torch.tensor(..., device="sim")``, ``copy_`` from a CPU tensor, ...
         to_device_calls: so many.
+        waits: calls in which the host waited for all that the device had been given: of all of the above but those that
+            do not block, from and to pinned memory, and for the event that was recorded last.
         collective_bytes: staged on the host by a process group; between real devices they would not touch it.
     """
 
@@ -33,19 +35,22 @@ class Copies:
     to_host_calls: int = 0
     to_device_bytes: int = 0
     to_device_calls: int = 0
+    waits: int = 0
     collective_bytes: int = 0
 
     def reset(self) -> None:
         """Count from zero again."""
         vars(self).update(vars(Copies()))
 
-    def to_host(self, size_bytes: int) -> None:
+    def to_host(self, size_bytes: int, *, blocks: bool = True) -> None:
         self.to_host_bytes += size_bytes
         self.to_host_calls += 1
+        self.waits += blocks
 
-    def to_device(self, size_bytes: int) -> None:
+    def to_device(self, size_bytes: int, *, blocks: bool = True) -> None:
         self.to_device_bytes += size_bytes
         self.to_device_calls += 1
+        self.waits += blocks
 
 
 copies = Copies()

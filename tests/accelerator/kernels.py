@@ -35,9 +35,9 @@ def _viewed(op: OpOverload, *args: Any, **kwargs: Any) -> Tensor:
 
 def copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     if target.is_cpu:
-        copies.to_host(target.nbytes)
+        copies.to_host(target.nbytes, blocks=not (non_blocking and target.is_pinned()))
     elif source.is_cpu:
-        copies.to_device(target.nbytes)
+        copies.to_device(target.nbytes, blocks=not (non_blocking and source.is_pinned()))
     hardware.launch()
     as_host(target).copy_(as_host(source))
     return target

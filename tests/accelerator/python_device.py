@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.library import Library
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from paceline import device
 from paceline.comm import device_memory
 from tests.accelerator import device_module, kernels
 from tests.accelerator.device_module import NAME, alias_on_device, as_host, copies
@@ -30,8 +31,17 @@ __all__ = ["NAME", "as_host", "copies", "install"]
 class Event(torch.Event):
     """A ``torch.Event`` that may be waited for; torch asks the device to, which is not possible in Python."""
 
+    newest: "torch.Event | None" = None
+    """The one that was recorded last."""
+
+    def record(self, stream: torch.Stream | None = None) -> None:
+        Event.newest = self
+
+    def query(self) -> bool:
+        return True
+
     def synchronize(self) -> None:
-        pass
+        copies.waits += Event.newest is self
 
 
 def _synchronize(device: Any = None) -> None:
@@ -113,6 +123,7 @@ _HOST = Library("aten", "IMPL")
 def install() -> None:
     """Register the device with torch; idempotent."""
     _setup_privateuseone_for_python_backend(NAME, device_module)
+    device.PINNED += (NAME,)
     kernels.register(KERNELS)
     for name, kernel in CPU_KERNELS.items():
         _HOST.impl(name, kernel, "CPU")

@@ -28,6 +28,16 @@ def test_does_as_an_accelerator_does_with_the_bits_of_the_cpu(outcomes: dict[str
     assert outcomes[case] is None, outcomes[case]
 
 
+@pytest.mark.parametrize("which", ["virtual", "distributed:gloo"])
+def test_losses_are_read_once_they_are_there(session_fork_server: ForkServer, tmp_path: Path, which: str) -> None:
+    """Until somebody has waited for one, it is NaN on the host, and the run would end."""
+    if why := building.missing():
+        pytest.skip(why)
+    cases, words = "tests.accelerator.late_cases:alone", {"engine": which, "kind": "sim", "folder": str(tmp_path)}
+    outcomes = running.run(session_fork_server, cases, device=running.CPP, **words)
+    assert not any(outcomes.values()), outcomes
+
+
 def test_ranks_with_a_device_each(session_fork_server: ForkServer, tmp_path: Path) -> None:
     if why := building.missing():
         pytest.skip(why)

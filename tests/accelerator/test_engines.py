@@ -76,6 +76,24 @@ def assert_one_order(of_ranks: Sequence[Mapping[str, list[str]]]) -> None:
         assert all(each == one for each in others), what
 
 
+@pytest.mark.parametrize("which", ["virtual", "distributed:gloo"])
+def test_no_step_waits_for_the_device(
+    session_fork_server: ForkServer, tmp_path: Path, target: Target, which: str
+) -> None:
+    cases, words = "tests.accelerator.late_cases:alone", {"engine": which, "kind": target.kind, "folder": str(tmp_path)}
+    outcomes = running.run(session_fork_server, cases, device=target.module, **words)
+    for name, difference in outcomes.items():
+        assert difference <= target.bound(name.partition(" ")[0]), (name, difference)
+
+
+def test_no_step_of_two_ranks_waits_for_the_device(play: ranks.Play, tmp_path: Path, target: Target) -> None:
+    script = SCRIPT.with_name("late_script.py")
+    play(script, *words_of(target, OWN, 2), size=2, folder=tmp_path)
+    for outcomes in kept(tmp_path, "late", 2):
+        for name, difference in outcomes.items():
+            assert difference <= target.bound(name.partition(" ")[0]), (name, difference)
+
+
 def test_worker_processes(session_fork_server: ForkServer, target: Target) -> None:
     """A is in the device's memory, which all share."""
     cases = "tests.accelerator.local_cases:differences"

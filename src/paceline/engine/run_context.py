@@ -17,7 +17,7 @@ from paceline.core.delta import Accumulated, Change, Delta, Distance, Gradient, 
 from paceline.core.errors import InputError
 from paceline.core.records import ReplicaPosition
 from paceline.core.types import ReplicaId
-from paceline.device import count, kept_generators, of_worker
+from paceline.device import CPU, count, kept_generators, of_worker
 from paceline.engine.base import Job
 from paceline.engine.batch_dispatcher import BatchDispatcher
 from paceline.engine.budget import Epochs, StepQuota, Steps, Unbounded
@@ -144,11 +144,39 @@ class RunContext:
         """Return the Δ slots of each replica; 0 where replicas write A in place."""
         return 0 if isinstance(self.delta, InPlace) else self.policy.slots(self.replicas)
 
+    @property
+    def reads_late(self) -> bool:
+        """Return whether the loss of a Δ, and whether it is finite, may be known when the next Δ is complete.
+
+        On a CPU nothing is won. Else nobody may ask before: a loop that is given the loss, a policy that decides on
+        what is in a Δ, or who discards what is not finite and goes on; and times are those of the device, if traced.
+        """
+        job, asked = self.job, bool(self.policy.needs - {"server"})
+        asked |= job.loop is not None or job.noise_scale or job.trace or job.on_nonfinite == "skip"
+        plain = isinstance(self.delta, (Gradient, Accumulated)) and not job.strategy.spread
+        return plain and not asked and not job.survives_deaths and job.strategy.device != CPU.type
+
     def replica(
-        self, replica: ReplicaId, module: nn.Module, layout: FlatLayout, recorder: AnyRecorder = NO_RECORDER
+        self,
+        replica: ReplicaId,
+        module: nn.Module,
+        layout: FlatLayout,
+        recorder: AnyRecorder = NO_RECORDER,
+        *,
+        device: str | None = None,
+        late: bool = False,
     ) -> Replica:
-        """Build the replica that computes Δs of the policy's kind."""
-        autograd = Autograd(self.job.program, module, layout, replica, self.device(replica), recorder)
+        """Build the replica that computes Δs of the policy's kind.
+
+        Args:
+            replica: its number.
+            module: that it trains.
+            layout: of A.
+            recorder: of its spans.
+            device: that it computes on; None: :meth:`device`.
+            late: see :attr:`reads_late`.
+        """
+        autograd = Autograd(self.job.program, module, layout, replica, device or self.device(replica), recorder)
         if self.job.strategy.compile:
             # In virtual time all replicas train one module.
             self._compiled = self._compiled or autograd.compile(first_batch(self.job), self._batch_sizes(replica))
@@ -156,7 +184,7 @@ class RunContext:
         if isinstance(self.delta, InPlace):
             return WritesInPlace(self.job.program, autograd)
         if isinstance(self.delta, (Gradient, Accumulated)):
-            return Single(autograd, micro_steps(self.delta), measure_micro_steps=self.job.noise_scale)
+            return Single(autograd, micro_steps(self.delta), measure_micro_steps=self.job.noise_scale, late=late)
         exchange = Exchange.of(self.delta, self.policy.adopt, layout, layout)
         return LocalSGD(self.job.program, autograd, exchange, distance=isinstance(self.delta, Distance))
 

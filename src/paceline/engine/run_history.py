@@ -1,7 +1,7 @@
 """The history of a run: records, recent losses, what is spent of the budget, and the account at the end."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 from paceline.checkpoint.base import COMPRESSION
@@ -43,6 +43,8 @@ class RunHistory:
         self._before: dict[BudgetUnit, tuple[float, int]] = {"steps": (0.0, 0), "epochs": (0.0, 0)}
         """What was spent before a step or an epoch became that of other replicas or data, and the count by then."""
         self._notes: dict[str, str | int | float] = {}
+        self.read_late: Callable[[], None] = lambda: None
+        """Adds the losses of Δs that have arrived and were not read yet."""
         self.earlier: tuple[Seconds, tuple[int, ...]] = 0.0, ()
         """Training time and steps of each replica before the run went on, which its workers' figures do not have."""
         if context.job.resume is not None:
@@ -65,6 +67,7 @@ class RunHistory:
 
     def state(self) -> HistoryState:
         """Return the history as it is; what was not evaluated yet has no test figures."""
+        self.read_late()
         records = sorted((*self.records, *self._pending), key=lambda record: (record.time_s, record.gradients))
         noise = self._noise.state() if self._noise is not None else None
         return HistoryState(tuple(records), tuple(self._losses), self.last, noise, self._digest)
@@ -103,6 +106,7 @@ class RunHistory:
 
     def snapshot(self, time_s: Seconds) -> SnapshotInfo:
         """Return the counts as they are, to go with a snapshot of A."""
+        self.read_late()
         coordinator = self._coordinator
         self.last = coordinator.version, coordinator.tally.gradients
         info = SnapshotInfo(
@@ -150,6 +154,7 @@ class RunHistory:
         signal: str | None = None,
     ) -> Account:
         """Return the account of the run; each Δ that arrived must have been applied or discarded by now."""
+        self.read_late()
         tally = self._coordinator.tally
         assert tally.gradients == tally.applied + tally.discarded, f"a Δ was lost or used twice: {tally}"
         return Account(

@@ -10,6 +10,7 @@ from paceline.core.errors import InputError
 from paceline.core.types import Clock
 from paceline.program import Tree, leaves
 from paceline.replica.flat_state import FlatState
+from paceline.replica.late_figures import LateFigures
 
 
 class Batch(NamedTuple):
@@ -58,12 +59,21 @@ class Measured(NamedTuple):
     Args:
         loss: mean over its samples; NaN where it has none.
         micro: the norms of its micro-steps' gradients, if they were requested.
+        late: has the loss and whether Δ is finite, if these were not read yet; until then NaN and True stand for them.
     """
 
     loss: float
     samples: int
     finite: bool
     micro: "MicroStepNorms | None" = None
+    late: LateFigures | None = None
+
+    def known(self) -> "Measured":
+        """Return the same with loss and finite read; waits for them."""
+        if self.late is None:
+            return self
+        loss, finite = self.late.read()
+        return Measured(loss, self.samples, finite, self.micro)
 
 
 class MicroStepNorms(NamedTuple):
@@ -94,7 +104,8 @@ class Replica(ABC):
             clock: the number of the micro-step, from 0.
 
         Returns:
-            The mean loss over its samples; NaN where it has none, or where another worker computes it.
+            The mean loss over its samples; NaN where it has none, or where another worker computes it or it is
+            read late.
         """
 
     @abstractmethod

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import PacelineError
-from paceline.core.types import Clock, ReplicaId
+from paceline.core.types import Clock, Nanoseconds, ReplicaId
 from paceline.device import placed, seed
 from paceline.program import Program, call, on_device
 from paceline.replica.base import Batch, GradientSink, Measured, Replica
 from paceline.replica.compilation import CheckedCompilation, Function
 from paceline.replica.flat_state import FlatLayout, FlatState, finite, read
+from paceline.replica.late_figures import LateFigures, zero_nonfinite
 from paceline.replica.module_utils import WithLoss
 from paceline.replica.noise_estimator import MicroNorms
 from paceline.trace.recorder import AnyRecorder, NullRecorder
@@ -113,8 +114,17 @@ class Autograd:
 
     def backward(self, batch: Batch, clock: Clock, weight: float = 1.0) -> float:
         """Add the gradient of ``weight`` · mean loss to the parameters' ``grad``; returns the mean loss."""
-        seed(step_seed(self._program.seed, self._replica, clock), self.device)
         began = time.monotonic_ns()
+        loss, forward_ended = self.differentiate(batch, clock, weight)
+        value = float(loss)
+        if self._recorder is not None:
+            self._recorder.record("forward", clock + 1, began, forward_ended)
+            self._recorder.record("backward", clock + 1, forward_ended, time.monotonic_ns())
+        return value
+
+    def differentiate(self, batch: Batch, clock: Clock, weight: float = 1.0) -> tuple[Tensor, Nanoseconds]:
+        """As :meth:`backward`, but return the mean loss where it is computed, and when the forward pass ended."""
+        seed(step_seed(self._program.seed, self._replica, clock), self.device)
         inputs, targets = (on_device(x, self.device) for x in (batch.input, batch.target))
         with self._program.autocast(str(self.device)) if self._autocasts else nullcontext():
             loss: Tensor
@@ -125,11 +135,7 @@ class Autograd:
                 loss = self._program.loss(output, targets)
         forward_ended = time.monotonic_ns()
         (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
-        value = float(loss.detach())
-        if self._recorder is not None:
-            self._recorder.record("forward", clock + 1, began, forward_ended)
-            self._recorder.record("backward", clock + 1, forward_ended, time.monotonic_ns())
-        return value
+        return loss.detach(), forward_ended
 
     def take_gradients(self) -> list[Tensor]:
         """Return the gradients of all parameters, zeros where one has none; the parameters' ``grad`` is None then."""
@@ -242,12 +248,17 @@ class Single(Replica):
         autograd: computes gradients.
         micro_steps: of one Δ.
         measure_micro_steps: whether to measure the norms of micro-steps' gradients.
+        late: whether loss and finite stay on the device for now: ``Measured.late``.
     """
 
-    def __init__(self, autograd: Autograd, micro_steps: int = 1, *, measure_micro_steps: bool = False) -> None:
-        self._autograd, self._micro_steps = autograd, micro_steps
+    def __init__(
+        self, autograd: Autograd, micro_steps: int = 1, *, measure_micro_steps: bool = False, late: bool = False
+    ) -> None:
+        self._autograd, self._micro_steps, self._late = autograd, micro_steps, late
         self._norms = MicroNorms() if measure_micro_steps and micro_steps > 1 else None
         self._losses = 0.0
+        self._unread = list[tuple[Tensor, int]]()
+        """Loss and samples of each micro-step of this Δ, where they are read late."""
         self._samples = 0
         self._hooks: GradientHooks | None = None
 
@@ -264,7 +275,7 @@ class Single(Replica):
 
     def adopt(self, state: FlatState) -> None:
         self._autograd.bind(state)
-        self._losses, self._samples = 0.0, 0
+        self._losses, self._unread, self._samples = 0.0, [], 0
         if self._norms is not None:
             self._norms.clear()  # a cancelled attempt may have left some
         if self._hooks is not None:
@@ -276,7 +287,11 @@ class Single(Replica):
         weight = 1.0 if self._micro_steps == 1 else float(batch.samples)
         if self._hooks is not None:
             self._hooks.begin_pass(self._samples + batch.samples)
-        loss = self._autograd.backward(batch, clock, weight)
+        if self._late:
+            self._unread.append((self._autograd.differentiate(batch, clock, weight)[0], batch.samples))
+            loss = math.nan
+        else:
+            loss = self._autograd.backward(batch, clock, weight)
         if self._norms is not None:
             self._norms.add(self._autograd.take_gradients(), batch.samples)
         self._losses += loss * batch.samples
@@ -295,8 +310,13 @@ class Single(Replica):
                 torch._foreach_copy_(out.views.parameters, gradients)
                 delta = out.parameters
             self._autograd.write_buffers(out)
-        if not self._samples:
-            return Measured(math.nan, 0, True)
+            if not self._samples:
+                return Measured(math.nan, 0, True)
+            if self._late:
+                figures = LateFigures(self._unread, delta)
+                if self._hooks is None:  # else it is done bucket by bucket
+                    zero_nonfinite(delta)
+                return Measured(math.nan, self._samples, True, late=figures)
         loss = self._losses / self._samples
         micro = self._norms.norms() if self._norms is not None else None
         return Measured(loss, self._samples, finite(delta, loss), micro)

@@ -188,12 +188,13 @@ class AllReduceClient(RankClient, GradientSink):
         if context.shadow_passes is not None:  # as many as the longest Δ under way takes
             computing = coordinator.decisions.computing
             context.shadow_passes.catch_up(max((coordinator.batches[r].size for r in computing), default=0))
+        loss, finite = measured.loss, measured.finite
+        if coordinator.late is not None:
+            loss, finite = coordinator.late.next(measured.late)
         began, now, stop = time.monotonic_ns(), clock.now_ns(), context.interrupts.count > 0
         saving = context.checkpointer.busy
         joining = context.survival is not None and context.survival.asked()
-        status = RankStatus(
-            kind, measured.samples, measured.finite, stop, measured.loss, now, self._norm, saving, joining
-        )
+        status = RankStatus(kind, measured.samples, finite, stop, loss, now, self._norm, saving, joining)
         # All ranks begin the rest of the buckets, then the exchange, in this order; the sums are complete after both.
         if self._overlap is not None:
             self._overlap.flush()

@@ -244,6 +244,7 @@ class DistributedRun:
 
         def take() -> Snapshot:
             coordinator.settle()
+            coordinator.loop.history.read_late()
             held = self._shard.held()
             # Compression changes residuals with the next Δ, BatchNorm its running buffers and a replica what is its own
             # with the next forward pass.

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from paceline.core.delta import Change, Delta
 from paceline.core.types import Clock, Version
+from paceline.device import CPU
 from paceline.engine.distributed.rank_status import FIELDS, NORMS, RankStatus, by_replica
 from paceline.engine.distributed.reduce_buffer import ReduceBuffer
-from paceline.engine.spmd.communicator import Communicator
+from paceline.engine.spmd.communicator import Communicator, ring_bytes
 from paceline.engine.spmd.rank_context import RankSetup
 from paceline.replica.flat_state import FlatLayout
 from paceline.replica.gradient_clipping import square_norm
@@ -97,6 +98,7 @@ class GradientSync:
         communicator: of all ranks; None: there is one.
         contribution: of this rank, all of which is summed, and stays as it is; None: the buffer itself.
         turns: sums Δ; None: it is summed with the rest, all of it and at once.
+        on_device: whether the device alone waits for the sums on it: ``_sum_on_device``.
     """
 
     buffer: ReduceBuffer
@@ -105,6 +107,7 @@ class GradientSync:
     communicator: Communicator | None
     contribution: ReduceBuffer | None = None
     turns: Turns | None = None
+    on_device: bool = False
 
     def exchange(self, status: RankStatus, step: Clock, version: Version = 0) -> list[RankStatus]:
         """Return one status of each replica; contributions are then summed where they have to be, or being summed."""
@@ -120,8 +123,25 @@ class GradientSync:
             self.turns.sum(self.communicator, self.buffer, self.contribution, version, of_step(step))
         else:
             contributions = self.contribution.vectors if self.contribution is not None else None
-            self.communicator.all_reduce(self.vectors, of_step(step), contributions)
+            if self.on_device:
+                _sum_on_device(self.communicator, self.vectors, of_step(step))
+            else:
+                self.communicator.all_reduce(self.vectors, of_step(step), contributions)
         return [RankStatus.decode(each, norms=norms) for each in self.buffer.table[:, : len(row)].tolist()]
+
+
+def _sum_on_device(communicator: Communicator, vectors: list[Tensor], description: str) -> None:
+    """Replace each vector by its sum; the host waits for those in its own memory, the device for those on it.
+
+    If a sum on the device never ends, for a rank has died, the host finds out in its next exchange.
+    """
+    works = [(communicator.start_all_reduce(vector), vector) for vector in vectors]
+    communicator.traffic.sent_bytes += sum(ring_bytes(vector.nbytes, communicator.ranks) for vector in vectors)
+    for work, vector in works:
+        if vector.device == CPU:
+            communicator.wait(work, description)
+        else:
+            work.wait()  # of what the device is given from now on
 
 
 class ModelParallelSync:

@@ -26,6 +26,7 @@ from paceline.engine.spmd.communicator import Communicator, ring_bytes
 from paceline.engine.spmd.launch_env import OURS, LaunchEnv, kind_of
 from paceline.engine.spmd.rank_context import RankContext
 from paceline.replica.flat_state import FlatLayout
+from paceline.replica.late_figures import zero_nonfinite
 
 # Least bytes of a bucket: its start costs a thirtieth of its transfer. Gloo's all-reduce between two ranks of one host
 # took 0.10 ms for 4 KiB and 2.8 ms for 4 MiB (torch 2.13, the fastest of 60).
@@ -108,9 +109,13 @@ class Overlap:
         buckets: in the order in which all ranks begin them.
         buffer: this rank's; its parameters are summed here, and its tails in the exchange.
         communicator: of all ranks.
+        late: whether nobody has asked if Δ is finite: what is not is summed as 0, and only the device waits for sums.
     """
 
-    def __init__(self, buckets: tuple[Bucket, ...], buffer: ReduceBuffer, communicator: Communicator) -> None:
+    def __init__(
+        self, buckets: tuple[Bucket, ...], buffer: ReduceBuffer, communicator: Communicator, *, late: bool = False
+    ) -> None:
+        self._late = late
         self.buckets, self._communicator, self._vectors = buckets, communicator, buffer.state.parameters
         self._sends = [communicator.to_device(vector) for vector in self._vectors]
         """The vectors as the backend sums them: themselves, or copies on another device."""
@@ -153,7 +158,10 @@ class Overlap:
     def wait(self, description: str) -> None:
         """Wait for all buckets; the buffer then holds their sums."""
         for work in self._works:
-            self._communicator.wait(work, description)
+            if self._late:
+                work.wait()  # the device does, before what it is given from now on
+            else:
+                self._communicator.wait(work, description)
         for vector, sent in zip(self._vectors, self._sends, strict=True):
             if sent is not vector:
                 vector.copy_(sent)
@@ -162,6 +170,8 @@ class Overlap:
 
     def _begin(self, bucket: Bucket, weight: float) -> None:
         part = self._sends[bucket.vector][bucket.start : bucket.stop]
+        if self._late:
+            zero_nonfinite([part])
         if weight == 0.0:
             part.zero_()
         elif weight != 1.0:
@@ -174,7 +184,9 @@ class Overlap:
         self._left = [len(bucket.members) for bucket in self.buckets]
 
 
-def build_overlap(job: Job, context: RankContext, backend: str, buffer: ReduceBuffer) -> Overlap | None:
+def build_overlap(
+    job: Job, context: RankContext, backend: str, buffer: ReduceBuffer, *, late: bool = False
+) -> Overlap | None:
     """Build the overlap of a run; None where the backend can't, or where it would not pay on some rank."""
     layout = buffer.state.layout
     buckets = cut(layout, BUCKET_BYTES, FIRST_BUCKET_BYTES)
@@ -183,7 +195,7 @@ def build_overlap(job: Job, context: RankContext, backend: str, buffer: ReduceBu
     if context.communicator is None or not able or len(buckets) == len(layout.parameters):
         return None
     agreed = all(context.gather(pays(job, context.world, backend), "the others' cores"))
-    return Overlap(buckets, buffer, context.communicator) if agreed else None
+    return Overlap(buckets, buffer, context.communicator, late=late) if agreed else None
 
 
 def pays(job: Job, world: LaunchEnv, backend: str) -> bool:

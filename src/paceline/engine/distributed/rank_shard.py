@@ -78,6 +78,8 @@ class RankShard(ABC):
     """The replica, once it is built, where it keeps a state of its own from Δ to Δ that checkpoints have."""
     takes_over: Exchange | None = None
     """How its parameters and A meet, where it has parameters of its own."""
+    late: bool = False
+    """Whether its losses are known when the next Δ is complete."""
     forget: Callable[[], None] = staticmethod(lambda: None)
     """Has the replica begin anew with the next A, for its Δ was not finite."""
 
@@ -153,10 +155,17 @@ class WholeModelShard(RankShard):
         overlaps &= self.batchnorm_group is None and job.on_nonfinite != "skip" and not job.survives_deaths
         if job.noise_scale:  # each gradient is measured as it is handed over, on the host
             overlaps &= strategy.accumulate == 1 and strategy.device == "cpu"
-        self.overlap = build_overlap(job, setup.context, setup.backend, self.reduce_buffer) if overlaps else None
+        # Sums by way of the host wait for the device, as do compressions, and the updates of parts of A.
+        self.late = setup.run_context.reads_late and isinstance(update, ReplicatedUpdate)
+        self.late &= strategy.compression == "none" and self.batchnorm_group is None
+        self.late &= communicator is None or communicator.device == device
+        build = functools.partial(build_overlap, late=self.late)
+        self.overlap = build(job, setup.context, setup.backend, self.reduce_buffer) if overlaps else None
         vectors = update.reduced_vectors if self.overlap is None else self.reduce_buffer.tails()
         turns = Turns.of(setup.run_context.delta, setup.layout, setup.layout)
-        self.status_sync = GradientSync(self.reduce_buffer, vectors, world.rank, communicator, self.contribution, turns)
+        self.status_sync = GradientSync(
+            self.reduce_buffer, vectors, world.rank, communicator, self.contribution, turns, self.late
+        )
 
     def _build_update(self) -> Update:
         setup, job, world = self._setup, self._setup.run_context.job, self._setup.context.world
@@ -180,7 +189,7 @@ class WholeModelShard(RankShard):
     def replica(self, weight: Callable[[int], float], recorder: AnyRecorder) -> Replica:
         context, rank, module = self._setup.run_context, self.coordinate.replica, self._setup.module
         if self.fsdp is None:
-            replica = context.replica(rank, module, self._setup.layout, recorder)
+            replica = context.replica(rank, module, self._setup.layout, recorder, late=self.late)
             if isinstance(replica, LocalSGD):
                 self.own, self.takes_over = replica, replica.exchange
             return replica

@@ -72,6 +72,7 @@ class RankStatus(NamedTuple):
     True
 
     Args:
+        finite: whether its Δ is; like the loss, that of the Δ before where losses are read late (``late_losses.py``).
         stop: whether the process was asked to end the run.
         saving: whether the process is still writing a checkpoint.
         joining: whether ranks that were started again ask to join.

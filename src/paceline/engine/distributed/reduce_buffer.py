@@ -121,7 +121,9 @@ class ReduceBuffer:
     def take_counters(self, ranks: list[int]) -> None:
         """Set each integer buffer to the largest of these ranks'."""
         if self._digits is not None:
-            digits = self._digits[ranks].to(torch.int64).view(len(ranks), DIGITS, -1)
+            # An index is copied to a device, which the host waits for; usually it is all of them.
+            rows = self._digits if ranks == [*range(self._ranks)] else self._digits[ranks]
+            digits = rows.to(torch.int64).view(len(ranks), DIGITS, -1)
             largest = (digits[:, 0] + (digits[:, 1] << BITS) + (digits[:, 2] << (2 * BITS))).amax(dim=0)
             values = torch.split(largest, [c.numel() for c in self._counters])
             for counter, value in zip(self._counters, values, strict=True):

@@ -28,6 +28,7 @@ from paceline.core.types import Nanoseconds, ReplicaId, Seconds, Version
 from paceline.device import CPU
 from paceline.engine.base import Watcher
 from paceline.engine.batch_dispatcher import NO_BATCHES
+from paceline.engine.distributed.late_losses import LateLosses
 from paceline.engine.distributed.rank_shard import RankShard
 from paceline.engine.distributed.rank_status import RankStatus, StatusKind
 from paceline.engine.evaluation import EvaluationQueue
@@ -111,6 +112,11 @@ class ReplicatedCoordinator:
         noise = shard.noise.accumulator if shard.noise else None
         self.watch = watch
         self.loop = RunLoop(context, self, initial_digest, self._evaluate, watch, noise)
+        dtype = shard.reduce_buffer.table.dtype
+        self.late = LateLosses(rank_context, self.loop.history, dtype) if shard.late else None
+        """Losses that a status has of the Δ before its own; None: of its own."""
+        if self.late is not None:
+            self.loop.history.read_late = self.late.settle
         self.decisions = self.loop.coordinator
         self.now = self.loop.start_s
         """Training time at which the newest exchange was complete."""
@@ -143,6 +149,8 @@ class ReplicatedCoordinator:
         """Have the policy decide after an exchange, from the status of all ranks."""
         loop, decisions = self.loop, self.decisions
         self._statuses = statuses
+        if self.late is not None:
+            self.late.take([(status.loss, status.finite) for status in statuses])
         self.now = min(max(status.entered_ns for status in statuses) * 1e-9, loop.end_s)
         if loop.timed:
             loop.evaluate_if_due(self.now)
@@ -162,8 +170,12 @@ class ReplicatedCoordinator:
             self.over |= late
             if late and not counts_late:
                 continue
-            loss, version, clock = status.loss if status.samples else None, self._read[replica], self.attempts[replica]
-            loop.arrived(Arrival(replica, version, clock, status.samples, arrived_s, status.finite, loss))
+            version, clock = self._read[replica], self.attempts[replica]
+            finite, loss = (status.finite, status.loss) if self.late is None else (True, None)
+            if self.late is not None:
+                self.late.arrived(replica, clock, status.samples)
+            loss = loss if status.samples else None
+            loop.arrived(Arrival(replica, version, clock, status.samples, arrived_s, finite, loss))
             loop.handled(self.now)
         self.interrupted |= any(status.stop for status in statuses)
         self.over |= self.interrupted or not decisions.present
@@ -210,6 +222,7 @@ class ReplicatedCoordinator:
     def finish(self) -> None:
         """Count what is left as discarded, and have the last A evaluated unless its record is there."""
         self.settle()
+        self.loop.history.read_late()
         self.decisions.finish()
         if self._job.budget.until is None or not self.loop.history.is_current(self.now):
             self.loop.evaluate_final(self.now)

@@ -121,6 +121,7 @@ class VirtualRun:
         self._restore(saved)
         may_die = network is not None and not network.lasting
         self._loop = RunLoop(context, self, digest, self._evaluate, noise=noise, parks=may_die)
+        self._loop.history.read_late, self._computer.add_loss = self._computer.read_late, self._loop.history.add_loss
         if saved is not None:  # the timelines go on
             self._loop.history.earlier = 0.0, ()
         for timeline in self._attempts.timelines:
@@ -208,7 +209,7 @@ class VirtualRun:
             samples=samples,
             time_s=self._now,
             finite=measured.finite if measured else True,
-            loss=measured.loss if measured and samples else None,
+            loss=measured.loss if measured and samples and not measured.late else None,
             observed=self._observer.observe(attempt.out, self._now),
         )
 
@@ -284,7 +285,7 @@ class VirtualRun:
         assert attempt is not None, "it is held"
         out, measured = self._computer.compute(attempt), attempt.measured
         assert measured is not None, "it is computed"
-        if not self._eager:
+        if not self._eager and not measured.late:
             self._loop.history.add_loss(measured.loss, measured.samples)
         return ObservedDelta(out, weight, measured.samples, attempt.version, measured.micro)
 

@@ -92,6 +92,10 @@ class DeltaComputer:
         self._build, self._batch_at, self._stop = build, batch_at, stop
         self.replicas: dict[ReplicaId, Replica] = {}
         """Those that have computed something."""
+        self.add_loss: Callable[[float, int], None] = lambda *_: None
+        """Notes the mean loss of a Δ that was read late, and its samples."""
+        self._unread: tuple[ReplicaId, Clock, Measured] | None = None
+        """The newest Δ whose loss is read late, so long as nobody has read it."""
 
     def begin(self, attempt: PendingDelta) -> None:
         """Note that an attempt has begun."""
@@ -119,9 +123,28 @@ class DeltaComputer:
         replica = self.replica(attempt.replica)
         with named_failure(attempt):
             loss = step(replica, attempt, batch, attempt.first_micro_step + attempt.done)
-        if self._stop and attempt.measured is not None and not attempt.measured.finite:
-            raise nonfinite_error(attempt.measured.loss, attempt.replica, attempt.clock)
+        measured = attempt.measured
+        if measured is not None and measured.late is not None:
+            self.read_late()  # of the Δ before: the device is at work on this one meanwhile
+            self._unread = attempt.replica, attempt.clock, measured
+        elif self._stop and measured is not None and not measured.finite:
+            raise nonfinite_error(measured.loss, attempt.replica, attempt.clock)
         return loss
+
+    def read_late(self) -> None:
+        """Read the loss of the newest Δ, unless it is read.
+
+        Raises:
+            NonFiniteError: it was not finite.
+        """
+        unread, self._unread = self._unread, None
+        if unread is None:
+            return
+        replica, clock, late = unread
+        measured = late.known()
+        if not measured.finite:
+            raise nonfinite_error(measured.loss, replica, clock)
+        self.add_loss(measured.loss, measured.samples)
 
 
 @contextmanager

@@ -102,7 +102,7 @@ class VirtualState:
 
 def attempt_state(attempt: PendingDelta, *, arrived: bool) -> AttemptState:
     """Return the state of an attempt."""
-    measured = attempt.measured or Measured(math.nan, 0, True)
+    measured = (attempt.measured or Measured(math.nan, 0, True)).known()
     return AttemptState(
         attempt.replica,
         attempt.clock,

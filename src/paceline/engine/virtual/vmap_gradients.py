@@ -159,7 +159,9 @@ def delta_computer(context: RunContext, module: nn.Module, layout: FlatLayout, s
         sources: of batches that have no order, or that a DataLoader's workers read.
     """
     job, order = context.job, context.order
-    stop, build = job.on_nonfinite == "stop", functools.partial(context.replica, module=module, layout=layout)
+    stop, late = job.on_nonfinite == "stop", context.reads_late
+    one = context.device(0)  # since all replicas train one module
+    build = functools.partial(context.replica, module=module, layout=layout, device=one, late=late)
     if order is None or job.program.loader.get("num_workers"):
         return DeltaComputer(build, sources.at, stop=stop)
     batch_at = context.batches().at

@@ -1,0 +1,77 @@
+"""Losses that ranks tell each other an exchange late, so that none waits for its device in a step.
+
+::
+
+    rank r   give the device Δ_k | exchange k: Δ_k on the device, the loss of Δ_{k-1} on the host | give it Δ_{k+1} ...
+
+All ranks note the same Δs and read the same losses, so a Δ that is not finite ends the run on all of them, at one
+place. Where the newest losses are asked for at once, at an evaluation say, all ranks gather them.
+"""
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+
+from paceline.core.types import Clock, ReplicaId
+from paceline.engine.loop import nonfinite_error
+from paceline.engine.run_history import RunHistory
+from paceline.engine.spmd.rank_context import RankContext
+from paceline.replica.late_figures import LateFigures
+
+
+@final
+class LateLosses:
+    """Losses of the Δs of the newest exchange, and whether they are finite, until all ranks have read them.
+
+    Args:
+        context: of this rank, whose replica has its number.
+        history: receives the losses.
+        dtype: of the table of statuses, which rounds them.
+    """
+
+    def __init__(self, context: RankContext, history: RunHistory, dtype: torch.dtype) -> None:
+        self._context, self._history, self._dtype = context, history, dtype
+        self._own: LateFigures | None = None
+        """Of this rank's newest Δ."""
+        self._unread: list[tuple[ReplicaId, Clock, int]] = []
+        """Replica, number and samples of the Δs that have arrived and were not read, in the order of their arrival."""
+
+    def next(self, own: LateFigures | None) -> tuple[float, bool]:
+        """Return the loss of this rank's Δ before, and whether it was finite, once it is known; then keep these."""
+        before, self._own = self._own, own
+        return self._read(before)
+
+    def arrived(self, replica: ReplicaId, clock: Clock, samples: int) -> None:
+        """Note a Δ whose loss is read later."""
+        if samples:
+            self._unread.append((replica, clock, samples))
+
+    def take(self, figures: Sequence[tuple[float, bool]]) -> None:
+        """Read the losses of all Δs that were noted, from those of each replica's newest.
+
+        Raises:
+            NonFiniteError: a Δ was not finite.
+        """
+        unread, self._unread = self._unread, []
+        for replica, clock, samples in unread:
+            loss, finite = figures[replica]
+            if not finite:
+                raise nonfinite_error(loss, replica, clock)
+            self._history.add_loss(loss, samples)
+
+    def settle(self) -> None:
+        """Read them now, unless they are read; all ranks call it together."""
+        if not self._unread:
+            return
+        loss, finite = self._read(self._own)
+        if self._context.communicator is not None:
+            loss = float(torch.tensor(loss, dtype=self._dtype))
+        self.take(self._context.gather((loss, finite), "the others' losses"))
+
+    def _read(self, figures: LateFigures | None) -> tuple[float, bool]:
+        if figures is None:
+            return 0.0, True
+        if self._context.communicator is not None:  # another rank may have died, for which the device waits
+            self._context.communicator.wait(figures.reading, "the loss of its step")
+        return figures.read()
