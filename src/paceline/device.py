@@ -126,10 +126,32 @@ def stacked(numbers: Sequence[Tensor]) -> Tensor:
     return torch.stack([number.detach().reshape(()).to(dtype) for number in numbers])
 
 
-class Reading:
+class Reached:
+    """What a device has been given so far; like a collective it may be waited for.
+
+    Args:
+        device: the device, no CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.Event(device)
+        self._event.record()
+
+    def is_completed(self) -> bool:
+        """Return whether the device has done all of it."""
+        return bool(self._event.query())
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return once it has, whatever the timeout."""
+        del timeout
+        self._event.synchronize()
+        return True
+
+
+class Reading(Reached):
     """Numbers that a device computes, on their way to the host, which reads them later and does not wait before.
 
-    Like a collective it may be waited for; what the device is given after these numbers is not waited for.
+    What the device is given after these numbers is not waited for.
 
     Args:
         numbers: tensors of one element, all on one device.
@@ -139,18 +161,7 @@ class Reading:
         packed = stacked(numbers)
         host = torch.empty(packed.shape, dtype=packed.dtype)
         self._host = (host.pin_memory() if packed.device.type in PINNED else host).copy_(packed, non_blocking=True)
-        self._event = torch.Event(packed.device)
-        self._event.record()
-
-    def is_completed(self) -> bool:
-        """Return whether the numbers are on the host."""
-        return bool(self._event.query())
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return once they are, whatever the timeout."""
-        del timeout
-        self._event.synchronize()
-        return True
+        super().__init__(packed.device)
 
     def numbers(self) -> list[float]:
         """Return them; waits."""

@@ -16,10 +16,11 @@ from tests.accelerator.target import SIMULATED
 
 @dataclass
 class Copied:
-    """Bytes of one step."""
+    """Bytes of one step; and how often the host has asked whether a collective on the device is complete."""
 
     to_host: int = 0
     to_device: int = 0
+    polls: int = 0
 
 
 @contextlib.contextmanager
@@ -29,7 +30,8 @@ def counted(kind: str) -> Iterator[Copied]:
     if kind == SIMULATED:
         torch.sim.copies.reset()
         yield found
-        found.to_host, found.to_device = torch.sim.copies.to_host_bytes, torch.sim.copies.to_device_bytes
+        copies = torch.sim.copies
+        found.to_host, found.to_device, found.polls = copies.to_host_bytes, copies.to_device_bytes, copies.polls
         return
     torch.accelerator.synchronize()  # what was begun before is none of it
     with profile() as profiler:

@@ -26,6 +26,7 @@ class Copies:
         to_host_calls: so many.
         to_device_bytes: of ``.to("sim")``, ``torch.tensor(..., device="sim")``, ``copy_`` from a CPU tensor, ...
         to_device_calls: so many.
+        polls: questions of the host whether a collective on the device, or a message to it, is complete.
         waits: calls in which the host waited for all that the device had been given: of all of the above but those that
             do not block, from and to pinned memory, and for the event that was recorded last.
         collective_bytes: staged on the host by a process group; between real devices they would not touch it.
@@ -36,6 +37,7 @@ class Copies:
     to_device_bytes: int = 0
     to_device_calls: int = 0
     waits: int = 0
+    polls: int = 0
     collective_bytes: int = 0
 
     def reset(self) -> None:

@@ -36,11 +36,18 @@ def _by_shm(name: str) -> Callable[..., dist.Work]:
                 f"{name} {[x.numel() for x, _ in on_device.values()]}"
             )
         work = getattr(group.host, name)(*arguments, **options)
+        if on_device and name != "send":
+            work.is_completed = functools.partial(_polled, work.is_completed)
         # DDP and functional collectives read them.
         work._outputs = [on_device[id(x)][1] if id(x) in on_device else x for x in work._outputs]
         return work
 
     return call
+
+
+def _polled(is_completed: Callable[[], bool]) -> bool:
+    copies.polls += 1
+    return is_completed()
 
 
 class SimProcessGroup(PythonProcessGroup):

@@ -29,7 +29,7 @@ class LateFigures:
 
     def __init__(self, losses: Sequence[tuple[Tensor, int]], delta: Sequence[Tensor]) -> None:
         self._samples = [samples for _, samples in losses]
-        self.reading = Reading([*(loss.to(delta[0].device) for loss, _ in losses), _largest(delta)])
+        self.reading = Reading([*(loss.to(delta[0].device) for loss, _ in losses), largest(delta)])
         """For who waits in another way than :meth:`read`, before that is called."""
 
     def read(self) -> tuple[float, bool]:
@@ -48,7 +48,7 @@ def zero_nonfinite(vectors: Iterable[Tensor]) -> None:
         _real(vector).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def _largest(tensors: Sequence[Tensor]) -> Tensor:
+def largest(tensors: Sequence[Tensor]) -> Tensor:
     """Return the largest absolute value of all elements, NaN if one is NaN: unlike a sum it does not overflow."""
     norms = torch._foreach_norm([_real(each) for each in tensors if each.numel()], math.inf)
     return norms[0] if len(norms) == 1 else stacked(norms).amax()

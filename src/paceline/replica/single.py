@@ -9,7 +9,7 @@ Gradients may be handed over while the backward pass that computes the others st
 import functools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -75,6 +75,8 @@ class Autograd:
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         self.parameters = [parameters[name] for name in layout.parameter_names]
         self._buffers = [buffers[e.name] for b in layout.buffers for e in b.entries]
+        self.before_reading: Callable[[], None] = lambda: None
+        """Waits for the device in another way than the reading of a loss would."""
         self.compiled: Function | None = None
         """(input, target) -> the mean loss, compiled; None: the module runs as it is."""
 
@@ -116,6 +118,7 @@ class Autograd:
         """Add the gradient of ``weight`` · mean loss to the parameters' ``grad``; returns the mean loss."""
         began = time.monotonic_ns()
         loss, forward_ended = self.differentiate(batch, clock, weight)
+        self.before_reading()
         value = float(loss)
         if self._recorder is not None:
             self._recorder.record("forward", clock + 1, began, forward_ended)

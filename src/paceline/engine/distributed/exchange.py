@@ -12,7 +12,6 @@ from torch import Tensor
 
 from paceline.core.delta import Change, Delta
 from paceline.core.types import Clock, Version
-from paceline.device import CPU
 from paceline.engine.distributed.rank_status import FIELDS, NORMS, RankStatus, by_replica
 from paceline.engine.distributed.reduce_buffer import ReduceBuffer
 from paceline.engine.spmd.communicator import Communicator, ring_bytes
@@ -138,10 +137,7 @@ def _sum_on_device(communicator: Communicator, vectors: list[Tensor], descriptio
     works = [(communicator.start_all_reduce(vector), vector) for vector in vectors]
     communicator.traffic.sent_bytes += sum(ring_bytes(vector.nbytes, communicator.ranks) for vector in vectors)
     for work, vector in works:
-        if vector.device == CPU:
-            communicator.wait(work, description)
-        else:
-            work.wait()  # of what the device is given from now on
+        communicator.finish(work, vector, description)
 
 
 class ModelParallelSync:

@@ -46,7 +46,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from paceline.checkpoint.base import TensorChunk
 from paceline.core.errors import InputError
 from paceline.core.types import Clock, Version
-from paceline.device import placed
+from paceline.device import CPU, placed
 from paceline.engine.distributed.reduce_buffer import ReduceBuffer
 from paceline.engine.distributed.update import Update, clip_across_ranks
 from paceline.engine.spmd.communicator import Communicator
@@ -54,6 +54,7 @@ from paceline.program import Program
 from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.flat_optimizer import FlatOptimizer
 from paceline.replica.flat_state import DtypeBuffer, FlatLayout, FlatState, TensorEntry, Views, finite
+from paceline.replica.late_figures import largest
 from paceline.replica.optimizer_factory import ELEMENTWISE, build_optimizer
 from paceline.replica.single import Autograd
 
@@ -186,8 +187,8 @@ class FsdpModule:
         self._entries = [entry for block in layout.parameters for entry in block.entries]
         self.absent = False
         """Whether this rank makes a shadow pass: its gradients don't count."""
-        self.finite = True
-        """Whether all gradients of this rank were finite; the replica resets it for each Δ."""
+        self._finite, self._largest = True, list[Tensor]()
+        """What is known of this rank's gradients; on a device the largest element of each layer's, read once."""
         fsdp = importlib.import_module("torch.distributed.fsdp")  # half a second, only where FSDP is used
         placed(module, device=device)
         mesh = DeviceMesh.from_group(communicator.group.handle, device.type)
@@ -204,6 +205,24 @@ class FsdpModule:
         """This rank's part of A, one vector for each parameter: views of what the module gathers."""
         self.gradient = _as_state([torch.zeros_like(p.detach()) for p in self._parameters])
         """This rank's part of the sum of all gradients, after :meth:`take_gradients`."""
+
+    def begin_delta(self) -> None:
+        """Begin a new Δ."""
+        self._finite, self._largest = True, []
+
+    def note(self, gradients: Tensor) -> None:
+        """Note gradients of this rank."""
+        if gradients.device == CPU:
+            self._finite = finite([gradients], 0.0) and self._finite
+        else:
+            self._largest.append(largest([gradients]))
+
+    def all_finite(self) -> bool:
+        """Return whether all gradients noted since :meth:`begin_delta` are finite; waits for a device."""
+        if self._largest:
+            self._communicator.reached("the gradients of all layers")
+            self._finite = all(map(math.isfinite, torch.stack(self._largest).tolist()))
+        return self._finite
 
     def take_gradients(self) -> list[Tensor]:
         """Move the gradients out of the module and return them as vectors; zeros where a parameter has none."""
@@ -242,7 +261,7 @@ class FsdpModule:
             padded[: len(own)] = own
             gathered = own.new_empty(self._ranks * rows, *shape[1:])
             work = self._communicator.all_gather(gathered, padded.view(-1))
-            self._communicator.wait(work, "the gathering of A")
+            self._communicator.finish(work, gathered, "the gathering of A")
             if view is not None:
                 view.copy_(gathered[: shape[0]])
         self._communicator.traffic.sent_bytes = sent  # it is for evaluation: not counted as training's
@@ -266,17 +285,17 @@ class _Collective:
 class _AllGather(_Collective):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any) -> None:
         work = self._communicator.all_gather(output_tensor, input_tensor)
-        self._communicator.wait(work, "the all-gather of a layer")
+        self._communicator.finish(work, output_tensor, "the all-gather of a layer")
 
 
 class _ReduceScatter(_Collective):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any) -> None:
         if self._module.absent:
             input_tensor.zero_()
-        elif not finite([input_tensor], 0.0):
-            self._module.finite = False
+        else:
+            self._module.note(input_tensor)
         work = self._communicator.reduce_scatter(input_tensor, output_tensor)
-        self._communicator.wait(work, "the reduce-scatter of a layer's gradients")
+        self._communicator.finish(work, output_tensor, "the reduce-scatter of a layer's gradients")
 
 
 def _as_state(parameters: Sequence[Tensor]) -> FlatState:
@@ -344,7 +363,8 @@ class FsdpReplica(Replica):
 
     def adopt(self, state: FlatState) -> None:
         self._autograd.bind(state)
-        self._losses, self._samples, self._module.finite = 0.0, 0, True
+        self._losses, self._samples = 0.0, 0
+        self._module.begin_delta()
 
     def advance(self, batch: Batch, clock: Clock) -> float:
         if not batch.samples:
@@ -369,4 +389,4 @@ class FsdpReplica(Replica):
         if not self._samples:
             return Measured(math.nan, 0, True)
         loss = self._losses / self._samples
-        return Measured(loss, self._samples, self._module.finite and math.isfinite(loss))
+        return Measured(loss, self._samples, self._module.all_finite() and math.isfinite(loss))

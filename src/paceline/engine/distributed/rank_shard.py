@@ -194,6 +194,9 @@ class WholeModelShard(RankShard):
                 self.own, self.takes_over = replica, replica.exchange
             return replica
         autograd = Autograd(context.job.program, module, self.state.layout, rank, context.device(rank), recorder)
+        communicator = self._setup.context.communicator
+        if communicator is not None:
+            autograd.before_reading = functools.partial(communicator.reached, "the layers of its step")
         return FsdpReplica(autograd, self.fsdp, weight)
 
     def held(self) -> HeldTensors:

@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.comm.shm.process_group import ShmProcessGroup
 from paceline.core.errors import PacelineError, WaitTimeoutError, WorkerError
 from paceline.core.types import Seconds
-from paceline.device import CPU
+from paceline.device import CPU, Reached
 from paceline.engine.spmd.launch_env import kind_of
 from paceline.engine.spmd.membership import RankMembership, RanksLost
 from paceline.engine.spmd.process_group import ProcessGroup
@@ -93,6 +93,22 @@ class Communicator:
         """Create another group of the same ranks, whose messages don't wait for this one's; all call it together."""
         return Communicator(self.group.again(), self._watchdog, str(self.device), self.traffic)
 
+    def finish(self, work: Any, tensor: Tensor, description: str) -> None:
+        """Wait for a collective of a tensor, which has been started.
+
+        The host waits for one in its own memory. For one on a device that device waits, before what it is given from
+        now on; whether all ranks came to it the host finds out in :meth:`reached`.
+        """
+        if tensor.device != CPU and self._taken(tensor):
+            work.wait()
+        else:
+            self.wait(work, description)
+
+    def reached(self, description: str) -> None:
+        """Wait until the device has done what it was given, if it has collectives: its numbers may be read then."""
+        if self.device != CPU:
+            self.wait(Reached(self.device), description)
+
     def give_up_group(self) -> bool:
         """Leave a group of which members are lost; return whether collectives may still write what they were given."""
         return self.group.give_up()
@@ -153,7 +169,7 @@ class Communicator:
             result = x.to(place, copy=True, memory_format=torch.contiguous_format)
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
             work = dist.all_reduce(result, op, group=self.group.handle, async_op=True)
-        self.wait(work, description)
+        self.finish(work, result, description)
         self.traffic.sent_bytes += ring_bytes(x.nbytes, self.ranks)
         return result.to(x.device)
 

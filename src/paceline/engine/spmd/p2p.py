@@ -175,7 +175,7 @@ class ProcessGroupP2P(P2P):
 
         def received() -> Tensor:
             if work is not None:
-                self.wait(work, description)
+                self._wait(work, buffer, description)
             return moved(buffer, self._device)
 
         return received
@@ -184,13 +184,17 @@ class ProcessGroupP2P(P2P):
         while len(self._sends) > newest:
             oldest = self._sends.popleft()
             for work in oldest.works:
-                self.wait(work, oldest.description)
+                self._wait(work, oldest.tensor, oldest.description)
 
-    def wait(self, work: Any, description: str) -> None:
-        """Wait for a message."""
+    def reached(self, description: str) -> None:
+        self._communicator.reached(description)
+
+    def _wait(self, work: Any, tensor: Tensor, description: str) -> None:
+        """Wait for a message; for one on a device that device does."""
         if self._polls and work.is_completed() and work.is_success():
             return  # without the watchdog: most messages have arrived by now
-        self._communicator.wait(work if self._wait_thread is None else self._wait_thread.begin(work.wait), description)
+        awaited = work if self._wait_thread is None else self._wait_thread.begin(work.wait)
+        self._communicator.finish(awaited, tensor, description)
 
 
 def _real(tensor: Tensor) -> Tensor:

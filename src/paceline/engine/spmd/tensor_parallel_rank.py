@@ -64,7 +64,7 @@ class ProcessGroupTP(TPCollectives):
         own = _padded(part, max(sizes))
         rows = own.new_empty(self.count, max(sizes))
         communicator, sent = self._communicator, (self.count - 1) * own.nbytes
-        self._run(lambda name: communicator.wait(communicator.all_gather(rows, own), name), what, sent)
+        self._run(lambda name: communicator.finish(communicator.all_gather(rows, own), rows, name), what, sent)
         return [row[:size].view(*shape) for row, size, shape in zip(rows, sizes, shapes, strict=True)]
 
     def reduce_scatter(self, parts: Sequence[Tensor], what: str) -> Tensor:
@@ -72,7 +72,7 @@ class ProcessGroupTP(TPCollectives):
         rows = torch.stack([_padded(part, longest) for part in parts])
         total = rows.new_empty(longest)
         communicator, sent = self._communicator, (self.count - 1) * total.nbytes
-        self._run(lambda name: communicator.wait(communicator.reduce_scatter(rows, total), name), what, sent)
+        self._run(lambda name: communicator.finish(communicator.reduce_scatter(rows, total), total, name), what, sent)
         return total[: own.numel()].view(own.shape)
 
     def broadcast(self, tensor: Tensor, owner: int, what: str) -> Tensor:
@@ -81,13 +81,18 @@ class ProcessGroupTP(TPCollectives):
     def reduce(self, tensor: Tensor, owner: int, what: str) -> Tensor:
         return self._copied(tensor, what, owner != self.rank, functools.partial(dist.reduce, group_dst=owner))
 
+    def reached(self, what: str) -> None:
+        self._run(self._communicator.reached, what, 0)
+
     def _copied(self, tensor: Tensor, what: str, sends: bool, collective: Callable[..., Any]) -> Tensor:
         """Run a collective of torch in place of a copy."""
         result, communicator = tensor.clone(memory_format=torch.contiguous_format), self._communicator
         sent = result.nbytes if sends else 0
-        self._run(
-            lambda name: communicator.wait(collective(result, group=self._group, async_op=True), name), what, sent
-        )
+
+        def run(name: str) -> None:
+            communicator.finish(collective(result, group=self._group, async_op=True), result, name)
+
+        self._run(run, what, sent)
         communicator.traffic.sent_bytes += sent
         return result
 

@@ -170,6 +170,7 @@ class AsyncStage(Replica):
         self._given = first + len(cut)
 
         self._run()
+        self._runtime.queue.reached()
         if self._runtime.takes_target:
             self._loss = sum(samples * float(loss) for samples, loss in self._losses) / batch.samples
             self._losses.clear()

@@ -28,8 +28,8 @@ from paceline.schedule.base import LETTERS
 class P2P(ABC):
     """Non-blocking messages of one worker to and from the others of its replica.
 
-    Two workers post their sends and receives in one order, which both derive from the schedule; so messages carry no
-    tags.
+    Messages from one worker to another are sent and awaited in one order, which both derive from the schedule; so they
+    carry no tags.
     """
 
     @abstractmethod
@@ -49,6 +49,13 @@ class P2P(ABC):
     @abstractmethod
     def wait_sends(self, newest: int = 0) -> None:
         """Wait until all sends have completed, except for the ``newest`` ones."""
+
+    def reached(self, description: str) -> None:
+        """Wait until this worker's device has done what it was given; on the CPU it has.
+
+        So a worker that never sends a message is noticed before a number is read that depends on it.
+        """
+        del description
 
 
 class StageReplicaGroup(ABC):
@@ -325,6 +332,11 @@ class P2PQueue:
         """Wait until all sends have completed."""
         if self._p2p is not None:
             self._p2p.wait_sends()
+
+    def reached(self) -> None:
+        """Wait until this worker's device has done what it was given; on the CPU it has."""
+        if self._p2p is not None:
+            self._p2p.reached("the messages of this step")
 
     def _isend(self, message: P2PMessage, tensor: Tensor, description: str) -> None:
         assert self._p2p is not None, f"{description} is for worker {message.receiver}, and there is but one"

@@ -128,6 +128,7 @@ class Pipelined(Replica):
         # Sent tensors are views of activations, which the next mini-batch may not reuse before they have gone.
         began = time.monotonic_ns()
         runtime.queue.wait_sends()
+        runtime.queue.reached()
         mean = math.nan
         if runtime.takes_target:
             total_loss = sum(samples * float(loss) for samples, loss in losses)

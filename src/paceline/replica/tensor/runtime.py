@@ -82,6 +82,7 @@ class TensorParallel(Replica):
             turned = time.monotonic_ns()
             # With several micro-steps losses are weighed by their samples; `finish` divides by the sum.
             (loss if self._micro_steps == 1 else loss * float(batch.samples)).backward()  # type: ignore[no-untyped-call]
+            self._shards.reached("the loss")
             value = float(loss.detach())
         except PacelineError:
             raise

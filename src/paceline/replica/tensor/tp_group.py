@@ -52,6 +52,13 @@ class TPCollectives(ABC):
     def reduce(self, tensor: Tensor, owner: int, description: str) -> Tensor:
         """Return the sum over all shards on the owner, and a tensor of no meaning on the others."""
 
+    def reached(self, description: str) -> None:
+        """Wait until this shard's device has done what it was given; on the CPU it has.
+
+        So a shard that never comes to a collective is noticed before a number is read that depends on it.
+        """
+        del description
+
 
 class CollectiveModule(nn.Module):
     """Module of a shard's graph that communicates; it has no parameters.
