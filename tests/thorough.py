@@ -60,6 +60,8 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/accelerator/test_engines.py::test_every_policy_over_every_form_on_ranks", PARITY),
     Thorough("tests/engine/test_closed_forms.py", STATISTICS),
     Thorough("tests/engine/test_compiled_engines.py", "compiles C++, which takes some twenty seconds each time"),
+    Thorough("tests/engine/test_compiled_sizes.py::test_the_run_is_the_plain_one", PARITY),
+    Thorough("tests/engine/test_compiled_sizes.py::test_a_size_where_the_compiler_errs_is_caught", PARITY, but="shard"),
     Thorough("tests/engine/test_virtual_determinism.py::test_two_processes_agree_to_the_byte", COMMANDS),
     Thorough("tests/engine/test_tensor_parity.py::test_equals_one_process", PARITY, but_first=True),
     Thorough("tests/engine/test_pipeline_parity.py::test_equals_one_process", PARITY, but_first=True),

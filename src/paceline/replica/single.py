@@ -21,9 +21,8 @@ from paceline.core.types import Clock, ReplicaId
 from paceline.device import placed, seed
 from paceline.program import Program, call, on_device
 from paceline.replica.base import Batch, GradientSink, Measured, Replica
-from paceline.replica.compilation import CheckedCompilation, Function
+from paceline.replica.compilation import CompiledLoss
 from paceline.replica.flat_state import FlatLayout, FlatState, finite, read
-from paceline.replica.module_utils import WithLoss
 from paceline.replica.noise_estimator import MicroNorms
 from paceline.trace.recorder import AnyRecorder, NullRecorder
 
@@ -74,28 +73,33 @@ class Autograd:
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         self.parameters = [parameters[name] for name in layout.parameter_names]
         self._buffers = [buffers[e.name] for b in layout.buffers for e in b.entries]
-        self.compiled: Function | None = None
-        """(input, target) -> the mean loss, compiled; None: the module runs as it is."""
+        self.compiled: CompiledLoss | None = None
+        """Forward and loss, compiled; None: the module runs as it is."""
 
-    def compile(self, batch: Batch, samples: Sequence[int]) -> Function:
+    def compile(self, batch: Batch, samples: Sequence[int]) -> CompiledLoss:
         """Return forward and loss, compiled and checked, for :attr:`compiled` of any replica that trains this module.
 
         Args:
             batch: the first one.
-            samples: sizes of the batches that will be trained with.
+            samples: sizes of the batches that will be trained with, as far as they are known.
 
         Raises:
             InputError: as :meth:`~paceline.replica.compilation.CheckedCompilation.check`.
         """
         # Strides of parameters are part of what is compiled, and in A they are those of flat vectors.
         self.bind(read(self.module, self.layout.new(device=self.device)))
-        whole = WithLoss(self._program, self.module)
-        inputs = tuple(on_device(tree, self.device) for tree in (batch.input, batch.target))
-        with self._program.autocast(str(self.device)):
-            calls = [*self.module.modules(), self._program.loss]
-            compilation = CheckedCompilation(whole.forward, "forward and loss", calls)
-            compilation.check(whole, inputs, samples=samples)
-        return compilation.function
+        compiled = CompiledLoss(self._program, self.module, self.device)
+        compiled.check(batch, samples)
+        return compiled
+
+    def check_new(self, batch: Batch) -> None:
+        """Compare what is compiled with the module, if this batch is the first of its shapes; gradients stay.
+
+        Raises:
+            InputError: they differ.
+        """
+        if self.compiled is not None:
+            self.compiled.check_new(batch)
 
     def bind(self, state: FlatState) -> None:
         """Let the module's parameters be ``state``'s, and its buffers copies of them."""
@@ -113,13 +117,14 @@ class Autograd:
 
     def backward(self, batch: Batch, clock: Clock, weight: float = 1.0) -> float:
         """Add the gradient of ``weight`` · mean loss to the parameters' ``grad``; returns the mean loss."""
+        self.check_new(batch)
         seed(step_seed(self._program.seed, self._replica, clock), self.device)
         began = time.monotonic_ns()
         inputs, targets = (on_device(x, self.device) for x in (batch.input, batch.target))
         with self._program.autocast(str(self.device)) if self._autocasts else nullcontext():
             loss: Tensor
             if self.compiled is not None:
-                loss = self.compiled(inputs, targets)
+                loss = self.compiled.function(inputs, targets)
             else:
                 output = self.module(inputs) if isinstance(inputs, Tensor) else call(self.module, inputs)
                 loss = self._program.loss(output, targets)
@@ -275,6 +280,7 @@ class Single(Replica):
             return math.nan
         weight = 1.0 if self._micro_steps == 1 else float(batch.samples)
         if self._hooks is not None:
+            self._autograd.check_new(batch)  # before the hooks take its gradients for those of a step
             self._hooks.begin_pass(self._samples + batch.samples)
         loss = self._autograd.backward(batch, clock, weight)
         if self._norms is not None:

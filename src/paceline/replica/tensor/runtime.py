@@ -12,7 +12,8 @@ from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.types import Clock, ReplicaId
 from paceline.replica.activation_memory import ActivationMemory, StorageCounter
 from paceline.replica.base import Batch, Measured, Replica
-from paceline.replica.compilation import Function
+from paceline.replica.capture.input_spec import shapes_of
+from paceline.replica.compilation import CompiledPart
 from paceline.replica.flat_state import FlatLayout, FlatState, finite
 from paceline.replica.single import NO_RECORDER, Autograd, GradientHandoff, step_seed
 from paceline.replica.tensor.placements import PARTIAL_GRAD
@@ -46,7 +47,7 @@ class TensorParallel(Replica):
         recorder: AnyRecorder = NO_RECORDER,
         micro_steps: int = 1,
         loose: GradientHandoff | None = None,
-        compiled: Function | None = None,
+        compiled: CompiledPart | None = None,
     ) -> None:
         program, self._shards = prepared.program, prepared.shards
         self._seed, self._flatten = program.seed, prepared.captured.input_spec.flatten
@@ -55,7 +56,7 @@ class TensorParallel(Replica):
         self._recorder = None if isinstance(recorder, NullRecorder) else recorder
         self._handoff = loose
         self._module = prepared.shard.module
-        self._run = compiled or self._module
+        self._compiled, self._run = compiled, self._module if compiled is None else compiled.function
         self._autograd = Autograd(program, self._module, layout, replica, device)
         partial = [name for name, placement in prepared.shard.parameters.items() if placement == PARTIAL_GRAD]
         self._partial_grads = PartialGrads(self._shards, layout, partial) if partial else None
@@ -78,6 +79,8 @@ class TensorParallel(Replica):
         try:
             leaves = [leaf.to(self._device) for leaf in self._flatten((batch.input, batch.target))]
             with self._autocast:
+                if self._compiled is not None:
+                    self._compiled.check_new(shapes_of(leaves), leaves)
                 loss = self._forward(leaves)
             turned = time.monotonic_ns()
             # With several micro-steps losses are weighed by their samples; `finish` divides by the sum.
