@@ -66,9 +66,9 @@ def batches(replica: int, replicas: int, seed: int) -> Iterator[Any]:
 
 FORMS: dict[str, tuple[str, Callable[[], nn.Module], int]] = {
     "replica": ("replicas=2", programs.batchnorm, 2),
-    "stage": ("replicas=1 stages=2 micro_batches=2", programs.dropout, 1),
+    "stage": ("replicas=1 stages=2 cuts=2 micro_batches=2", programs.dropout, 1),
     "shard": ("replicas=1 shards=2", programs.wide, 2),
-    "stages of shards": ("replicas=1 stages=2 shards=2 micro_batches=2", programs.wide, 1),
+    "stages of shards": ("replicas=1 stages=2 shards=2 cuts=2 micro_batches=2", programs.wide, 1),
 }
 
 
