@@ -53,6 +53,7 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/benchmarks/test_collectives.py", BENCHMARK),
     Thorough("tests/benchmarks/test_smooth_switch_engines.py", BENCHMARK),
     Thorough("tests/schedule/test_identities.py::test_the_bubble_of_interleaved_parts", STATISTICS, but_first=True),
+    Thorough("tests/accelerator/test_memory.py", "builds that extension, and profiles programs"),
     Thorough("tests/accelerator/test_engines.py::test_worker_processes", PARITY),
     Thorough("tests/accelerator/test_engines.py::test_actors", PARITY),
     Thorough("tests/accelerator/test_engines.py::test_actors_that_share_gpus", "starts a Ray of its own"),

@@ -73,6 +73,8 @@ class Autograd:
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         self.parameters = [parameters[name] for name in layout.parameter_names]
         self._buffers = [buffers[e.name] for b in layout.buffers for e in b.entries]
+        self.gradients: FlatState | None = None
+        """Δ, where backward passes add gradients up; None: they are tensors of their own until it is written."""
         self.compiled: CompiledLoss | None = None
         """Forward and loss, compiled; None: the module runs as it is."""
 
@@ -107,6 +109,10 @@ class Autograd:
             for parameter in self.parameters:
                 if parameter.grad is not None:  # left by a cancelled attempt
                     parameter.grad = None
+            if self.gradients is not None:
+                torch._foreach_zero_(self.gradients.parameters)
+                for parameter, view in zip(self.parameters, self.gradients.views.parameters, strict=True):
+                    parameter.grad = view
             if state.device == self.device:
                 for parameter, view in zip(self.parameters, state.views.parameters, strict=True):
                     parameter.data = view
@@ -126,8 +132,9 @@ class Autograd:
             if self.compiled is not None:
                 loss = self.compiled.function(inputs, targets)
             else:
-                output = self.module(inputs) if isinstance(inputs, Tensor) else call(self.module, inputs)
-                loss = self._program.loss(output, targets)
+                # No name for the output: what backward does not need is free then.
+                model = self.module
+                loss = self._program.loss(model(inputs) if isinstance(inputs, Tensor) else call(model, inputs), targets)
         forward_ended = time.monotonic_ns()
         (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
         value = float(loss.detach())
@@ -148,6 +155,15 @@ class Autograd:
             # The layout is dense, and so is what is sent.
             grads.append(grad.to_dense() if grad.is_sparse else grad)
         return grads
+
+    def write_gradients(self, gradients: list[Tensor], out: FlatState) -> None:
+        """Write gradients that were taken into ``out``, but those that were added up there."""
+        if self.gradients is None:  # one fused copy
+            torch._foreach_copy_(out.views.parameters, gradients)
+            return
+        for view, gradient in zip(out.views.parameters, gradients, strict=True):
+            if gradient.data_ptr() != view.data_ptr():
+                view.copy_(gradient)
 
     def write_buffers(self, out: FlatState) -> None:
         """Copy the buffers as they are now into ``out``."""
@@ -256,6 +272,11 @@ class Single(Replica):
         self._samples = 0
         self._hooks: GradientHooks | None = None
 
+    @property
+    def autograd(self) -> Autograd:
+        """Computes the gradients."""
+        return self._autograd
+
     @contextmanager
     def sending_gradients(self, sink: GradientSink) -> Iterator[None]:
         """Context manager: the gradients of Δ go to ``sink``, each as soon as it is final, and not to ``out``."""
@@ -298,7 +319,7 @@ class Single(Replica):
             else:
                 if self._micro_steps > 1 and self._samples:
                     torch._foreach_div_(gradients, float(self._samples))
-                torch._foreach_copy_(out.views.parameters, gradients)
+                self._autograd.write_gradients(gradients, out)
                 delta = out.parameters
             self._autograd.write_buffers(out)
         if not self._samples:

@@ -65,6 +65,11 @@ class TensorParallel(Replica):
         self.memory = ActivationMemory()
         """Peak of what was saved for backward, without parameters, buffers and the batch itself."""
 
+    @property
+    def autograd(self) -> Autograd:
+        """Computes the gradients."""
+        return self._autograd
+
     def adopt(self, state: FlatState) -> None:
         self._autograd.bind(state)
         self._loss_sum, self._samples = 0.0, 0
@@ -120,8 +125,8 @@ class TensorParallel(Replica):
                 torch._foreach_div_(gradients, float(self._samples))
             if self._handoff is not None:
                 self._handoff.gradients = gradients
-            else:  # one fused copy; the buffer of Δ may be in shared memory
-                torch._foreach_copy_(out.views.parameters, gradients)
+            else:  # the buffer of Δ may be in shared memory
+                self._autograd.write_gradients(gradients, out)
             self._autograd.write_buffers(out)
         if not self._samples:
             return Measured(math.nan, 0, True)
