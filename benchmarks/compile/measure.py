@@ -17,6 +17,7 @@ from paceline import Program
 from paceline.datasets.models import cnn
 from paceline.datasets.shakespeare import LENGTH, next_character_loss, transformer
 from paceline.replica.base import Batch
+from paceline.replica.compilation import CompiledLoss
 from paceline.replica.flat_state import FlatLayout, read
 from paceline.replica.single import Autograd, Single
 
@@ -58,7 +59,7 @@ def measure(program: Program) -> dict[str, float]:
     compiled = autograd.compile(batch, [SAMPLES])
     compile_s = time.perf_counter() - began
 
-    def step_s(function: Callable[..., torch.Tensor] | None) -> float:
+    def step_s(function: CompiledLoss | None) -> float:
         autograd.compiled = function
         began = time.perf_counter()
         for clock in range(STEPS):

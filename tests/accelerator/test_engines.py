@@ -12,7 +12,7 @@ from paceline.comm.fork_server import ForkServer
 from tests import combinations, ranks
 from tests.accelerator import running
 from tests.accelerator.copied_bytes import Copied, of_trace
-from tests.accelerator.engine_cases import BATCH_BYTES
+from tests.accelerator.engine_cases import BATCH_BYTES, STEPS
 from tests.accelerator.target import Target
 from tests.engine.distributed_cases import ended, kept, torchrun
 
@@ -20,6 +20,12 @@ SCRIPT = Path(__file__).with_name("engines_script.py")
 
 SMALL_BYTES = 64
 """Of a step's loss, whether Δ is finite and, where workers have parts of it that is clipped, its norm: 8 for each."""
+
+A_BYTES = 8 * (6 * 8 + 8 + 8 * 3 + 3)
+"""Of the parameters of ``programs.mlp``."""
+
+LAYER_BYTES = 4 * 8 * 8
+"""Of its hidden layer's output on a batch."""
 
 ROUNDING = 1e-15
 """The norm of a Δ whose elements several workers have is a sum of theirs, which may end in another last digit."""
@@ -119,6 +125,32 @@ def test_a_killed_worker_process_is_replaced(session_fork_server: ForkServer, ta
     assert found["difference"] <= target.bound("momentum"), found
     assert found["resumed"] <= target.bound("momentum"), found
     assert found["segments"] == 0, found
+
+
+def test_actors(session_fork_server: ForkServer, target: Target, tmp_path: Path) -> None:
+    """Each step a replica reads A and writes Δ, and stages and shards pass each other a layer's output, and no more."""
+    pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
+    cases, on = "tests.accelerator.ray_cases:outcomes", asdict(target)
+    found = running.run(session_fork_server, cases, device=target.module, on=on, folder=str(tmp_path))
+    for strategy, (difference, deltas, copied) in found.items():
+        assert difference <= target.bound("momentum"), (strategy, difference)
+        passed = LAYER_BYTES if "stages" in strategy or "shards" in strategy else 0
+        assert len(copied) == (2 if "replicas=2" in strategy else 1), strategy
+        assert deltas == len(copied) * STEPS // (2 if "period=2" in strategy else 1), strategy
+        for to_host, to_device in copied:
+            assert 0 < to_host <= A_BYTES + passed + SMALL_BYTES, (strategy, to_host)
+            assert 0 < to_device <= A_BYTES + BATCH_BYTES + passed + SMALL_BYTES, (strategy, to_device)
+
+
+def test_actors_that_share_gpus(session_fork_server: ForkServer, target: Target, tmp_path: Path) -> None:
+    """Of a Ray that counts two, three replicas have one each, two of them the same, and see no other."""
+    pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
+    if not target.simulated:
+        pytest.skip("has as many GPUs as Ray is told")
+    cases, on = "tests.accelerator.ray_cases:shared_gpus", asdict(target)
+    found = running.run(session_fork_server, cases, device=target.module, on=on, folder=str(tmp_path))
+    assert sorted(visible for visible, _ in found) == ["0", "0", "1"]
+    assert all(own == [int(visible)] for visible, own in found), found
 
 
 def test_predictions(session_fork_server: ForkServer, target: Target) -> None:

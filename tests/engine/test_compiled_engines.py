@@ -25,7 +25,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEngine]:
 
 RUNS = {
     "replicas=2 accumulate=2": {"model": programs.dropout},
-    "replicas=1 stages=2 micro_batches=2": {"model": programs.dropout},
+    "replicas=1 stages=2 cuts=2 micro_batches=2": {"model": programs.dropout},
     "replicas=1 shards=2": {"model": programs.wide},
 }
 

@@ -11,7 +11,7 @@ from paceline.planner.cost import Step, bubble_s, cost, in_flight
 from paceline.planner.search.event_simulation import PartTimes, steps_s
 from paceline.planner.shapes.shape import Shape
 from paceline.planner.shapes.shape_file import DescribedWorkload
-from paceline.planner.stage_division import Divisions, Stage, splits_tied_layers, stage_of
+from paceline.planner.stage_division import Divisions, Stage, excess_bytes, splits_tied_layers, stage_of
 from paceline.schedule import StageTimes, parse, simulate
 from paceline.schedule import in_flight as flying
 
@@ -243,3 +243,23 @@ def test_habits_add_what_a_step_and_each_micro_batch_take() -> None:
 def test_numerics_of_mixed_training_keep_a_copy() -> None:
     assert Numerics(2, 4, 12) == NUMERICS
     assert Numerics.of("fp32", "momentum").total == 12
+
+
+# --------------------------------------------------------------------------------------------------- memory of backward
+
+
+def test_gradients_count_beside_what_is_still_kept() -> None:
+    """Layers of 3 bytes each; a backward begins with the last one, whose activations are free for those before."""
+    plain = [layer(str(number)) for number in range(3)]
+    for backward, excess in (((0, 0, 0), 0), ((0, 0, 5), 5), ((5, 0, 0), 0), ((7, 0, 0), 1), ((7, 5, 1), 2)):
+        layers = [replace(each, backward_bytes=own) for each, own in zip(plain, backward, strict=True)]
+        assert excess_bytes(layers) == excess
+        stage = stage_of([layers], [0], Arrangement(), CLUSTER)
+        assert (stage.saved_bytes, stage.working_bytes) == (9, excess)
+
+
+def test_the_slice_of_a_sum_that_a_rank_steps_on_is_beside_delta() -> None:
+    among = 4
+    plain, divided = (step(Arrangement(replicas=among, divided=level)).memory()[0] for level in (0, 1))
+    assert divided.optimizer == plain.optimizer / among
+    assert divided.buffers == plain.buffers + plain.gradients / among

@@ -13,10 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from paceline import Program, Run, train
-from paceline.core.errors import InputError
+from paceline import Program, Run, launch, train
+from paceline.core.errors import InputError, WorkerError
+from paceline.replica import compilation
+from paceline.replica.base import Batch, GradientSink
 from paceline.replica.capture.capture import capture
-from paceline.replica.compilation import compile_part
+from paceline.replica.capture.input_spec import shapes_of
+from paceline.replica.compilation import CompiledPart
+from paceline.replica.flat_state import FlatLayout, read
+from paceline.replica.single import Autograd, Single
 from tests.engine import programs
 
 Function = Callable[..., Any]
@@ -150,14 +155,127 @@ def test_a_model_that_another_process_has_sent_reads_its_own_globals() -> None:
     torch.testing.assert_close(compiled.model.state_dict(), plain.model.state_dict(), rtol=1e-12, atol=1e-14)
 
 
-def test_a_captured_part_is_compiled_for_each_size_and_keeps_its_names() -> None:
+SIZES = (4, 4, 7, 4, 7, 3)
+
+
+def batch_of(samples: int) -> Batch:
+    inputs, targets = programs.data(samples=samples)
+    return Batch(inputs, targets, samples)
+
+
+def own_batches(replica: int, replicas: int, seed: int) -> Iterator[Any]:
+    """Batches of sizes that nobody knows before they come."""
+    return ((batch.input, batch.target) for batch in map(batch_of, SIZES))
+
+
+def wrong_for(samples: int) -> Backend:
+    """A compiler whose code is 1 % off where a tensor has this many rows; in the gradient as in the value."""
+
+    def backend(graph: GraphModule, _: list[Tensor]) -> Function:
+        def run(*arguments: Any) -> Any:
+            off = any(isinstance(each, Tensor) and each.dim() > 1 and len(each) == samples for each in arguments)
+            return tuple(out * 1.01 if off else out for out in graph(*arguments))
+
+        return run
+
+    return backend
+
+
+def noisy() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+
+
+@pytest.mark.parametrize("words", ["", " accumulate=2", " aggregation=local-steps:period=2"])
+def test_sizes_that_come_later_are_compared_and_leave_no_trace(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random numbers and running statistics are those of a run without comparisons."""
+    compared = list[int]()
+    program = programs.program(model=noisy, train=own_batches)
+    plain = trained(program, f"replicas=1{words}", 3)
+    check = compilation.check
+
+    def counted(*arguments: Any, **options: Any) -> None:
+        compared.append(len(arguments[3][0]))
+        check(*arguments, **options)
+
+    monkeypatch.setattr(compilation, "check", counted)
+    compiled = trained(program, f"replicas=1{words} compile=true", 3)
+    assert compared == sorted(set(compared), key=compared.index), "each size once"
+    assert compared[:2] == [4, 7]
+    for name, tensor in plain.model.state_dict().items():
+        # The same operators; AOTAutograd may add the terms of a gradient in another order.
+        torch.testing.assert_close(compiled.model.state_dict()[name], tensor, rtol=1e-12, atol=1e-14)
+
+
+def test_a_size_for_which_the_compiler_errs_is_caught_when_it_comes(use: Use) -> None:
+    use(wrong_for(7))
+    program = programs.program(train=own_batches)
+    trained(program, "replicas=1 compile=true", 2)
+    with pytest.raises(InputError, match=r"with 7 samples output 0 differs by up to .* write compile=false"):
+        trained(program, "replicas=1 compile=true", 3)
+
+
+def test_what_the_model_raises_at_a_new_size_is_its_own() -> None:
+    def loop(worker: Any) -> None:
+        for batch in worker.batches():
+            worker.step(batch)
+            worker.step(Batch(batch.input[:, :5], batch.target, batch.samples))
+
+    with pytest.raises(WorkerError, match="RuntimeError: mat1 and mat2 shapes cannot be multiplied"):
+        launch(loop, programs.program(), "replicas=1 compile=true", engine="virtual", steps=2, progress=False)
+
+
+class Taken(GradientSink):
+    """Keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.gradients = dict[int, Tensor]()
+
+    def is_last_micro_step(self) -> bool:
+        return True
+
+    def ready(self, index: int, gradient: Tensor, samples: int) -> None:
+        assert index not in self.gradients
+        self.gradients[index] = gradient.clone()
+
+
+def test_gradients_of_a_comparison_are_sent_to_nobody() -> None:
+    """Where each gradient is sent as it becomes final, those of a comparison come from the same parameters."""
+    program = programs.program(model=programs.dropout)
+    sent: dict[bool, list[dict[int, Tensor]]] = {True: [], False: []}
+    for compiles, deltas in sent.items():
+        module = program.build()
+        layout = FlatLayout.of(module)
+        state, out = read(module, layout.new()), layout.new()
+        autograd = Autograd(program, module, layout, 0, "cpu")
+        if compiles:
+            autograd.compiled = autograd.compile(batch_of(4), [4])
+        replica, sink = Single(autograd), Taken()
+        with replica.sending_gradients(sink):
+            for clock, samples in enumerate(SIZES):
+                sink.gradients = {}
+                replica.adopt(state)
+                replica.advance(batch_of(samples), clock)
+                replica.finish(out)
+                deltas.append(sink.gradients)
+    for found, expected in zip(sent[True], sent[False], strict=True):
+        assert found.keys() == expected.keys()
+        for index, gradient in expected.items():
+            torch.testing.assert_close(found[index], gradient, rtol=1e-12, atol=1e-14)
+
+
+def test_a_captured_part_is_compiled_for_each_size_and_keeps_its_names(use: Use) -> None:
     model = programs.convolution()
     part = capture(model, torch.randn(4, 6, dtype=torch.float64), operators=True).module
-    batches = [[torch.randn(size, 6, dtype=torch.float64)] for size in (4, 3)]
-    forward = compile_part(part, batches, communicates=False)
-    for (x,) in batches:
+    use(wrong_for(5))
+    batches = [[torch.randn(size, 6, dtype=torch.float64)] for size in (4, 3, 2, 5)]
+    known = {shapes_of(arguments): arguments for arguments in batches[:2]}
+    compiled = CompiledPart(part, known)
+    for arguments in batches[:3]:
+        compiled.check_new(shapes_of(arguments), arguments)
         # The same operators on the same numbers.
-        torch.testing.assert_close(forward(x)[0], model(x), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(compiled.function(*arguments)[0], model(*arguments), rtol=1e-12, atol=1e-14)
+    with pytest.raises(InputError, match="with 5 samples output 0 differs"):
+        compiled.check_new(shapes_of(batches[3]), batches[3])
     assert [name for name, _ in part.named_parameters()] == [name for name, _ in model.named_parameters()]
 
 

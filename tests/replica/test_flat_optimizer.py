@@ -41,3 +41,18 @@ def test_tensor_by_tensor_is_as_all_at_once(name: str, weight: float) -> None:
             torch.testing.assert_close(one, other, rtol=1e-6 if one.dtype == torch.float32 else 1e-14, atol=1e-7)
             assert (one - old).abs().min() > 0
     assert whole.steps == apart.steps == 3
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.25])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_that_may_write_its_gradient_has_the_same_bits(name: str, weight: float) -> None:
+    layout = FlatLayout.of(nn.Linear(6, 5))
+    states = [filled(layout, 1) for _ in range(2)]
+    keeping, consuming = (FlatOptimizer(OPTIMIZERS[name], None, state, layout.new()) for state in states)
+    for step in range(3):
+        gradients = [filled(layout, 2 + step).parameters for _ in range(2)]
+        before = gradients[0][0].clone()
+        keeping.step(gradients[0], 0.5, weight=weight)
+        consuming.step(gradients[1], 0.5, weight=weight, consumes=True)
+        assert torch.equal(gradients[0][0], before)
+        assert torch.equal(states[0].parameters[0], states[1].parameters[0])

@@ -55,6 +55,30 @@ def test_a_gradient_is_that_of_all_its_micro_steps() -> None:
         assert math.isnan(losses[1])
 
 
+@pytest.mark.parametrize("model", [programs.Tied, programs.Two, programs.mlp])
+def test_gradients_may_be_added_up_in_delta_itself(model: Any) -> None:
+    """One that is used twice, one that is not used; nothing is left over from the Δ before, or from one called off."""
+    program = programs.program(model=model, train=programs.with_dict() if model is programs.Two else programs.data())
+    inputs, targets = program.train
+    rows = [({k: v[r] for k, v in inputs.items()} if isinstance(inputs, dict) else inputs[r]) for r in ([1, 2], [7])]
+    batches = [Batch(x, targets[r], len(r)) for x, r in zip(rows, ([1, 2], [7]), strict=True)]
+    found = list[FlatState]()
+    for in_place in (False, True):
+        mine, state = autograd(program)
+        replica, out = Single(mine, micro_steps=2), state.layout.new()
+        mine.gradients = out if in_place else None
+        replica.adopt(state)
+        replica.advance(batches[1], 5)
+        for _ in range(2):
+            replica.adopt(state)
+            for clock, each in enumerate(batches):
+                replica.advance(each, clock)
+            assert replica.finish(out).finite
+        found.append(out)
+    for one, other in zip(found[0].parameters, found[1].parameters, strict=True):
+        assert torch.equal(one, other)  # the same sums in the same order
+
+
 def test_a_delta_that_was_called_off_leaves_nothing_behind() -> None:
     program = programs.program()
     mine, state = autograd(program)

@@ -25,7 +25,7 @@ from paceline.engine.run_state import ResumePoint, RunState
 from paceline.program import Data, Program, is_source, length
 from paceline.replica.base import Batch, Replica, micro_steps
 from paceline.replica.batches import BatchSource
-from paceline.replica.compilation import Function
+from paceline.replica.compilation import CompiledLoss
 from paceline.replica.flat_state import FlatLayout, FlatState, read
 from paceline.replica.local_sgd import LocalSGD, WritesInPlace
 from paceline.replica.own_parameters import Exchange
@@ -70,7 +70,7 @@ class RunContext:
         """The batches of those."""
         self.same_order = True
         """Whether replicas take their batches in the order in which they took them before the run was resumed."""
-        self._compiled: Function | None = None
+        self._compiled: CompiledLoss | None = None
         self.epochs_before = 0.0
         """Epochs over a training set of another length, before the run was resumed."""
         if job.resume is not None:

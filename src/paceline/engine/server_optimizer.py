@@ -84,6 +84,7 @@ class ServerOptimizer:
         state: A, or the slice of it that this server has.
         noise: observes what is applied; None: the noise scale is not measured.
         subtracts: whether a distance arrives as x, from which A is subtracted here.
+        combined: in which Σ weight·Δ is computed; may be the only Δ's own vectors. None: new ones.
         part: that slice; None: all of A.
         summed: returns the sums, over all servers, of numbers that each has of its slice.
     """
@@ -96,13 +97,14 @@ class ServerOptimizer:
         noise: NoiseEstimator | None = None,
         *,
         subtracts: bool = True,
+        combined: FlatState | None = None,
         part: FlatSlice | None = None,
         summed: Summed = list,
     ) -> None:
         self.state, self.part, self.summed = state, part, summed
         self._distance = isinstance(policy.delta, Distance) and subtracts
         self._moves = isinstance(policy.delta, (Change, Distance))
-        combined = state.empty_like()
+        combined = combined or state.empty_like()
         self.combined = combined.parameters
         """Σ weight·Δ of the last update, clipped, one vector for each dtype."""
         self.clip_norm = None if self._moves else program.clip_norm
@@ -143,7 +145,8 @@ class ServerOptimizer:
         slices = self._fragments[version % len(self._fragments)] if self._fragments else None
         if alone and self._direct:
             delta, weight = next(iter(deltas))
-            self.flat_optimizer.step(delta.parameters, rate, destination, weight)
+            consumes = delta.parameters is self.combined
+            self.flat_optimizer.step(delta.parameters, rate, destination, weight, consumes=consumes)
         else:
             self._combine(deltas, destination, slices)
             if self._noise is not None:

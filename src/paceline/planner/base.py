@@ -113,6 +113,10 @@ class LayerCost:
     """Layers of one non-empty name share their parameters: on one stage they count once, on two they are summed."""
     idle_s: Seconds = 0.0
     """Time of both passes that the device waits for its host to launch kernels; collectives overlap with it."""
+    backward_bytes: int = 0
+    """Gradients while its backward runs: of its output, its input, and its parameters until they are added to Δ.
+
+    They are in addition to the activations of the layers up to this one; those of later layers are free by then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,9 @@ class Step:
                 # 1910.02054, figure 1: the optimizer's state is divided first, then gradients, then parameters.
                 zero_1, zero_2, zero_3 = (among if a.divided >= level else 1 for level in (1, 2, 3))
                 # A message is received while another is sent; the last stage sends nothing on.
-                buffers = stage.working_bytes + (0 if j == last else 2 * stage.sent_bytes)
+                buffers: float = stage.working_bytes + (0 if j == last else 2 * stage.sent_bytes)
+                if a.divided == 1:  # a worker's slice of the sum is beside Δ, whose memory the sum still reads
+                    buffers += numerics.gradient * size / zero_1
                 parameters = versions * numerics.parameter * size / zero_3
                 states = parameters, numerics.gradient * size / zero_2, numerics.optimizer * size / zero_1
                 activations = flying * stage.saved_bytes * overlap.fragmentation

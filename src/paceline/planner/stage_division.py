@@ -196,6 +196,7 @@ def stage_of(
     counted = [(layer, many[key]) for key, layer in {id(layer): layer for layer in layers}.items()]
     saved = sum(times * layer.saved_bytes for layer, times in counted)
     working = max((layer.working_bytes for layer, _ in counted), default=0)
+    working = max(working, *(excess_bytes(part) for part in parts))
     if arrangement.recompute == "stage":  # inputs alone are kept, and one chunk's activations while it is recomputed
         working += max(sum(layer.saved_bytes for layer in part) for part in parts)
         saved = sum(received)
@@ -204,6 +205,15 @@ def stage_of(
     exposed_s = sum(times * calls_s(layer, cluster, arrangement) for layer, times in counted)
     sent = sum(part[-1].output_bytes for part in parts if part)
     return Stage(forward_s, backward_s, exposed_s, own_parameters(counted), saved, working, sent)
+
+
+def excess_bytes(layers: Sequence[LayerCost]) -> int:
+    """Return by how much memory in a backward pass through these layers exceeds the sum of their activations."""
+    excess = free = 0
+    for layer in reversed(layers):
+        excess = max(excess, layer.backward_bytes - free)
+        free += layer.saved_bytes
+    return excess
 
 
 def busiest(stages: Sequence[Stage], arrangement: Arrangement) -> int:

@@ -1,4 +1,4 @@
-"""Compilation of one worker's part of a model by torch.compile, compared with the part itself before it trains.
+"""Compilation of one worker's part of a model by torch.compile, compared with the part itself at each size of batch.
 
 What is compiled is a function. The module stays as it is, and so do the names of its tensors::
 
@@ -6,12 +6,17 @@ What is compiled is a function. The module stays as it is, and so do the names o
          |                                  |
          +--- the part's own tensors, read and written in place by both ---+
 
+Sizes that are known are compared before the first step; torch compiles others as they come, and each is compared on the
+batch that is the first of its shapes, before it is trained on. The random numbers and the buffers of a run go on as if
+nothing had been compared.
+
 Graphs and kernels are kept between runs in torch's own cache, ``TORCHINDUCTOR_CACHE_DIR``.
 """
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -20,10 +25,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from paceline.core.errors import InputError
-from paceline.program import Tree, leaves
-from paceline.replica.capture.input_spec import batch_size
-from paceline.replica.capture.verify import Reasons, check, reordered_ulps
-from paceline.replica.module_utils import TensorPart, tensors_of
+from paceline.program import Program, Tree, leaves, on_device
+from paceline.replica.base import Batch
+from paceline.replica.capture.input_spec import Shapes, batch_size, shapes_of
+from paceline.replica.capture.verify import ModelError, Reasons, check, reordered_ulps
+from paceline.replica.module_utils import TensorPart, WithLoss, tensors_of
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -81,6 +87,7 @@ class CheckedCompilation:
         Raises:
             InputError: torch can't compile it, finds nothing to compile, or what it has compiled differs; the message
                 names the first difference.
+            ModelError: the part itself fails on the batch.
         """
         from torch._dynamo.exc import TorchDynamoException
 
@@ -117,26 +124,108 @@ class CheckedCompilation:
         )
 
 
-def compile_part(part: GraphModule, batches: Sequence[Sequence[Any]], *, communicates: bool) -> Function:
-    """Return the compiled forward of a captured part of a model, or of a shard of one.
+class CompiledLoss:
+    """Forward and loss of a whole model, compiled: ``function(input, target)`` is the mean loss.
+
+    Args:
+        program: gives the loss, and the precision.
+        module: the model, with its tensors as they will train.
+        device: of the model.
+    """
+
+    def __init__(self, program: Program, module: nn.Module, device: torch.device) -> None:
+        self._program, self._device, self._whole = program, device, WithLoss(program, module)
+        calls = [*module.modules(), program.loss]
+        self._compilation = CheckedCompilation(self._whole.forward, "forward and loss", calls)
+        self.function, self._compared = self._compilation.function, set[Shapes]()
+
+    def check(self, batch: Batch, samples: Sequence[int] = ()) -> None:
+        """Compile, and compare with the model itself.
+
+        Args:
+            batch: any.
+            samples: sizes of the batches that are compared; empty: the batch as it is.
+
+        Raises:
+            InputError: as :meth:`CheckedCompilation.check`.
+        """
+        inputs = tuple(on_device(tree, self._device) for tree in (batch.input, batch.target))
+        with self._program.autocast(str(self._device)):
+            self._compilation.check(self._whole, inputs, samples=samples, through=self._call)
+
+    def check_new(self, batch: Batch) -> None:
+        """Compare on a batch whose shapes are new, before it is trained on.
+
+        Raises:
+            InputError: as :meth:`CheckedCompilation.check`; what the model itself raises is raised as it is.
+        """
+        if shapes_of(leaves((batch.input, batch.target))) not in self._compared:
+            with _own_failure():
+                self.check(batch)
+
+    def _call(self, function: Function, inputs: Tree) -> Tree:
+        self._compared.add(shapes_of(leaves(inputs)))
+        return function(*inputs)
+
+
+class CompiledPart:
+    """The forward of a captured part of a model, or of a shard of one, compiled.
 
     Args:
         part: with its tensors as they will train.
-        batches: arguments of the part, for each size that is compiled and checked; those that need a gradient do so in
-            training.
-        communicates: whether the modules that it calls communicate with other shards, all of which call this together.
+        batches: shapes of a batch that shards, if there are any, have in common -> arguments of the part; those that
+            need a gradient do so in training.
+        comparing: entered for each comparison, by a part whose modules communicate with other shards, all of which call
+            the same together; None: they do not.
 
     Raises:
         InputError: as :meth:`CheckedCompilation.check`.
     """
-    called = [part.get_submodule(str(node.target)) for node in part.graph.find_nodes(op="call_module")]
-    compilation = CheckedCompilation(part.forward, "operators", part.modules(), eager=called if communicates else ())
-    for arguments in batches:
-        whole, inputs = TensorPart(part, arguments), tuple(a for a in arguments if isinstance(a, Tensor))
+
+    def __init__(
+        self,
+        part: GraphModule,
+        batches: Mapping[Shapes, Sequence[Any]],
+        comparing: Callable[[], AbstractContextManager[None]] | None = None,
+    ) -> None:
+        called = [part.get_submodule(str(node.target)) for node in part.graph.find_nodes(op="call_module")]
+        self._part, self._comparing = part, comparing or nullcontext
+        eager = called if comparing is not None else ()
+        self._compilation = CheckedCompilation(part.forward, "operators", part.modules(), eager=eager)
+        self.function, self._compared = self._compilation.function, set[Shapes]()
+        for shapes, arguments in batches.items():
+            self._check(shapes, arguments)
+
+    def check_new(self, shapes: Shapes, arguments: Sequence[Any]) -> None:
+        """Compare on a batch whose shapes are new, before it is trained on.
+
+        Args:
+            shapes: of the batch, as at the start.
+            arguments: of the part, tensors without a graph.
+
+        Raises:
+            InputError: as :meth:`CheckedCompilation.check`; what the part itself raises is raised as it is.
+        """
+        if shapes not in self._compared:
+            with _own_failure():
+                self._check(shapes, arguments)
+
+    def _check(self, shapes: Shapes, arguments: Sequence[Any]) -> None:
+        whole, inputs = TensorPart(self._part, arguments), tuple(a for a in arguments if isinstance(a, Tensor))
         differentiable = [index for index, leaf in enumerate(inputs) if leaf.requires_grad]
-        through = partial(_call_part, whole)
-        compilation.check(whole, inputs, of_inputs=differentiable, through=through)
-    return compilation.function
+        with self._comparing():
+            through = partial(_call_part, whole)
+            self._compilation.check(whole, inputs, of_inputs=differentiable, through=through)
+        self._compared.add(shapes)
+
+
+@contextmanager
+def _own_failure() -> Iterator[None]:
+    """Context manager: what a model itself raises is raised as it is, as is the end of a cancelled attempt."""
+    try:
+        yield
+    except ModelError as error:
+        raise error.__cause__ or error from None
 
 
 def _use_own_globals(calls: Iterable[Any]) -> None:

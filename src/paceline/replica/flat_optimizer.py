@@ -118,6 +118,8 @@ class FlatOptimizer:
         out: FlatState | None = None,
         weight: float = 1.0,
         slices: Sequence[slice] | None = None,
+        *,
+        consumes: bool = False,
     ) -> None:
         """Make one step with learning rate · ``rate``.
 
@@ -127,6 +129,7 @@ class FlatOptimizer:
             out: receives the new parameters, and is stepped from then on; None: they are stepped in place.
             weight: factor of the gradients; other than 1 only if :attr:`has_kernel`.
             slices: of each vector, that the step is made on, only if :attr:`has_kernel`; None: it is made on all.
+            consumes: whether the gradients may be overwritten, so that a step takes no memory of their size.
         """
         after = out or self.state
         assert slices is None or self.has_kernel, "torch.optim steps on whole vectors"
@@ -151,7 +154,7 @@ class FlatOptimizer:
                 each = zip(vectors, slices, strict=True)
                 vectors = [(b[s], a[s], g[s], [v[s] for v in vs]) for (b, a, g, vs), s in each]
             for before, new, gradient, state in vectors:
-                kernel.step(before, new, gradient, state, weight)
+                kernel.step(before, new, gradient, state, weight, consumes=consumes)
         self.end_step(after)
 
     def step_by_tensor(self, gradients: Sequence[Tensor], rate: float = 1.0, weight: float = 1.0) -> None:

@@ -48,8 +48,17 @@ class StepKernel(ABC):
         """Vectors of optimizer state for each vector of A."""
 
     @abstractmethod
-    def step(self, before: Tensor, after: Tensor, gradient: Tensor, state: StateVectors, weight: float = 1.0) -> None:
-        """Step on ``weight`` · gradient, which itself stays as it is.
+    def step(
+        self,
+        before: Tensor,
+        after: Tensor,
+        gradient: Tensor,
+        state: StateVectors,
+        weight: float = 1.0,
+        *,
+        consumes: bool = False,
+    ) -> None:
+        """Step on ``weight`` · gradient.
 
         Args:
             before: A's vector.
@@ -57,6 +66,7 @@ class StepKernel(ABC):
             gradient: of the same length.
             state: of this vector.
             weight: of the gradient.
+            consumes: whether the gradient's own memory may be written, to save that of a copy; else it stays as it is.
         """
 
 
@@ -78,19 +88,32 @@ class SgdKernel(StepKernel):
     def state_count(self) -> int:
         return int(self.momentum != 0)
 
-    def step(self, before: Tensor, after: Tensor, gradient: Tensor, state: StateVectors, weight: float = 1.0) -> None:
+    def step(
+        self,
+        before: Tensor,
+        after: Tensor,
+        gradient: Tensor,
+        state: StateVectors,
+        weight: float = 1.0,
+        *,
+        consumes: bool = False,
+    ) -> None:
+        own = gradient if consumes else None
         # Where the gradient is used once, the weight goes into the factor of that use: one pass less.
         if weight != 1.0 and (self.weight_decay or self.nesterov):
-            gradient, weight = gradient * weight, 1.0
+            gradient, weight = torch.mul(gradient, weight, out=own), 1.0
         if self.weight_decay:
-            gradient = gradient.add(before, alpha=self.weight_decay)
+            gradient = torch.add(gradient, before, alpha=self.weight_decay, out=own)
         if self.momentum:
             buffer = state[0]
             if self.number == 1:  # torch.optim.SGD copies the first gradient, without dampening
                 torch.mul(gradient, weight, out=buffer)
             else:
                 buffer.mul_(self.momentum).add_(gradient, alpha=(1 - self.dampening) * weight)
-            gradient, weight = gradient.add(buffer, alpha=self.momentum) if self.nesterov else buffer, 1.0
+            if self.nesterov:
+                gradient, weight = torch.add(gradient, buffer, alpha=self.momentum, out=own), 1.0
+            else:
+                gradient, weight = buffer, 1.0
         torch.add(before, gradient, alpha=-self.lr * weight, out=after)
 
 
@@ -110,9 +133,18 @@ class AdamKernel(StepKernel):
         (beta1, beta2), decoupled = group["betas"], group["decoupled_weight_decay"]
         return cls(number, group["lr"] * rate, group["weight_decay"], beta1, beta2, group["eps"], decoupled)
 
-    def step(self, before: Tensor, after: Tensor, gradient: Tensor, state: StateVectors, weight: float = 1.0) -> None:
+    def step(
+        self,
+        before: Tensor,
+        after: Tensor,
+        gradient: Tensor,
+        state: StateVectors,
+        weight: float = 1.0,
+        *,
+        consumes: bool = False,
+    ) -> None:
         if weight != 1.0:
-            gradient = gradient * weight
+            gradient = torch.mul(gradient, weight, out=gradient if consumes else None)
         if after is not before:
             after.copy_(before)
         fused: Any = torch._fused_adamw_ if self.decoupled else torch._fused_adam_

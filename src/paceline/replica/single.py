@@ -21,10 +21,9 @@ from paceline.core.types import Clock, Nanoseconds, ReplicaId
 from paceline.device import placed, seed
 from paceline.program import Program, call, on_device
 from paceline.replica.base import Batch, GradientSink, Measured, Replica
-from paceline.replica.compilation import CheckedCompilation, Function
+from paceline.replica.compilation import CompiledLoss
 from paceline.replica.flat_state import FlatLayout, FlatState, finite, read
 from paceline.replica.late_figures import LateFigures, zero_nonfinite
-from paceline.replica.module_utils import WithLoss
 from paceline.replica.noise_estimator import MicroNorms
 from paceline.trace.recorder import AnyRecorder, NullRecorder
 
@@ -77,28 +76,35 @@ class Autograd:
         self._buffers = [buffers[e.name] for b in layout.buffers for e in b.entries]
         self.before_reading: Callable[[], None] = lambda: None
         """Waits for the device in another way than the reading of a loss would."""
-        self.compiled: Function | None = None
-        """(input, target) -> the mean loss, compiled; None: the module runs as it is."""
+        self.gradients: FlatState | None = None
+        """Δ, where backward passes add gradients up; None: they are tensors of their own until it is written."""
+        self.compiled: CompiledLoss | None = None
+        """Forward and loss, compiled; None: the module runs as it is."""
 
-    def compile(self, batch: Batch, samples: Sequence[int]) -> Function:
+    def compile(self, batch: Batch, samples: Sequence[int]) -> CompiledLoss:
         """Return forward and loss, compiled and checked, for :attr:`compiled` of any replica that trains this module.
 
         Args:
             batch: the first one.
-            samples: sizes of the batches that will be trained with.
+            samples: sizes of the batches that will be trained with, as far as they are known.
 
         Raises:
             InputError: as :meth:`~paceline.replica.compilation.CheckedCompilation.check`.
         """
         # Strides of parameters are part of what is compiled, and in A they are those of flat vectors.
         self.bind(read(self.module, self.layout.new(device=self.device)))
-        whole = WithLoss(self._program, self.module)
-        inputs = tuple(on_device(tree, self.device) for tree in (batch.input, batch.target))
-        with self._program.autocast(str(self.device)):
-            calls = [*self.module.modules(), self._program.loss]
-            compilation = CheckedCompilation(whole.forward, "forward and loss", calls)
-            compilation.check(whole, inputs, samples=samples)
-        return compilation.function
+        compiled = CompiledLoss(self._program, self.module, self.device)
+        compiled.check(batch, samples)
+        return compiled
+
+    def check_new(self, batch: Batch) -> None:
+        """Compare what is compiled with the module, if this batch is the first of its shapes; gradients stay.
+
+        Raises:
+            InputError: they differ.
+        """
+        if self.compiled is not None:
+            self.compiled.check_new(batch)
 
     def bind(self, state: FlatState) -> None:
         """Let the module's parameters be ``state``'s, and its buffers copies of them."""
@@ -106,6 +112,10 @@ class Autograd:
             for parameter in self.parameters:
                 if parameter.grad is not None:  # left by a cancelled attempt
                     parameter.grad = None
+            if self.gradients is not None:
+                torch._foreach_zero_(self.gradients.parameters)
+                for parameter, view in zip(self.parameters, self.gradients.views.parameters, strict=True):
+                    parameter.grad = view
             if state.device == self.device:
                 for parameter, view in zip(self.parameters, state.views.parameters, strict=True):
                     parameter.data = view
@@ -127,15 +137,17 @@ class Autograd:
 
     def differentiate(self, batch: Batch, clock: Clock, weight: float = 1.0) -> tuple[Tensor, Nanoseconds]:
         """As :meth:`backward`, but return the mean loss where it is computed, and when the forward pass ended."""
+        self.check_new(batch)
         seed(step_seed(self._program.seed, self._replica, clock), self.device)
         inputs, targets = (on_device(x, self.device) for x in (batch.input, batch.target))
         with self._program.autocast(str(self.device)) if self._autocasts else nullcontext():
             loss: Tensor
             if self.compiled is not None:
-                loss = self.compiled(inputs, targets)
+                loss = self.compiled.function(inputs, targets)
             else:
-                output = self.module(inputs) if isinstance(inputs, Tensor) else call(self.module, inputs)
-                loss = self._program.loss(output, targets)
+                # No name for the output: what backward does not need is free then.
+                model = self.module
+                loss = self._program.loss(model(inputs) if isinstance(inputs, Tensor) else call(model, inputs), targets)
         forward_ended = time.monotonic_ns()
         (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
         return loss.detach(), forward_ended
@@ -152,6 +164,15 @@ class Autograd:
             # The layout is dense, and so is what is sent.
             grads.append(grad.to_dense() if grad.is_sparse else grad)
         return grads
+
+    def write_gradients(self, gradients: list[Tensor], out: FlatState) -> None:
+        """Write gradients that were taken into ``out``, but those that were added up there."""
+        if self.gradients is None:  # one fused copy
+            torch._foreach_copy_(out.views.parameters, gradients)
+            return
+        for view, gradient in zip(out.views.parameters, gradients, strict=True):
+            if gradient.data_ptr() != view.data_ptr():
+                view.copy_(gradient)
 
     def write_buffers(self, out: FlatState) -> None:
         """Copy the buffers as they are now into ``out``."""
@@ -265,6 +286,11 @@ class Single(Replica):
         self._samples = 0
         self._hooks: GradientHooks | None = None
 
+    @property
+    def autograd(self) -> Autograd:
+        """Computes the gradients."""
+        return self._autograd
+
     @contextmanager
     def sending_gradients(self, sink: GradientSink) -> Iterator[None]:
         """Context manager: the gradients of Δ go to ``sink``, each as soon as it is final, and not to ``out``."""
@@ -289,6 +315,7 @@ class Single(Replica):
             return math.nan
         weight = 1.0 if self._micro_steps == 1 else float(batch.samples)
         if self._hooks is not None:
+            self._autograd.check_new(batch)  # before the hooks take its gradients for those of a step
             self._hooks.begin_pass(self._samples + batch.samples)
         if self._late:
             self._unread.append((self._autograd.differentiate(batch, clock, weight)[0], batch.samples))
@@ -310,7 +337,7 @@ class Single(Replica):
             else:
                 if self._micro_steps > 1 and self._samples:
                     torch._foreach_div_(gradients, float(self._samples))
-                torch._foreach_copy_(out.views.parameters, gradients)
+                self._autograd.write_gradients(gradients, out)
                 delta = out.parameters
             self._autograd.write_buffers(out)
             if not self._samples:

@@ -14,6 +14,7 @@ from paceline.compression import parse
 from paceline.core.errors import InputError
 from paceline.core.mesh import Coordinate
 from paceline.core.types import Version
+from paceline.device import CPU
 from paceline.engine.distributed.exchange import GradientSync, ModelParallelSync, Turns
 from paceline.engine.distributed.fsdp import FsdpModule, FsdpReplica, FsdpUpdate
 from paceline.engine.distributed.held_tensors import HeldTensors, among, part_tensors, zero_tensors
@@ -38,7 +39,7 @@ from paceline.replica.noise_estimator import Preconditioner
 from paceline.replica.own_parameters import Exchange
 from paceline.replica.pipeline.async_stage import AsyncStage
 from paceline.replica.pipeline.pipelined import Pipelined
-from paceline.replica.single import Autograd, handoff_pays
+from paceline.replica.single import Autograd, Single, handoff_pays
 from paceline.replica.tensor.runtime import TensorParallel
 from paceline.trace.recorder import AnyRecorder
 
@@ -95,6 +96,14 @@ class RankShard(ABC):
     @abstractmethod
     def held(self) -> HeldTensors:
         """Return the tensors of this rank, for a checkpoint."""
+
+    def _adds_up_in_place(self, replica: Single | Pipelined | TensorParallel) -> None:
+        """Let gradients be added up in the buffer of Δ, for a device's memory to have them once.
+
+        On the CPU autograd's own tensors take less time. Where buckets are sent, a sum is there before its check is.
+        """
+        if self.state.device != CPU and self.overlap is None:
+            replica.autograd.gradients = self.reduce_buffer.state
 
     def engine_json(self) -> dict[str, Any]:
         """Return what a checkpoint has of this rank that only the engine understands."""
@@ -181,7 +190,9 @@ class WholeModelShard(RankShard):
             shard = ShardState(self.state, self.state.layout, self.state.layout.parameter_names)
             group = SubGroup(communicator, world.rank)
             return ZeroOptimizer(job.program, self.reduce_buffer, shard, group, communicator)
-        owner = ServerOptimizer(job.program, setup.run_context.policy, self.state, subtracts=False)
+        # The only Δ is the sum of all: a device has no other vectors for it.
+        combined = None if self.state.device == CPU or job.noise_scale else self.reduce_buffer.state
+        owner = ServerOptimizer(job.program, setup.run_context.policy, self.state, subtracts=False, combined=combined)
         if communicator is None or strategy.compression == "none":
             return ReplicatedUpdate(self.reduce_buffer, owner)
         return ReplicatedUpdate(self.reduce_buffer, owner, parse(strategy.compression), communicator)
@@ -192,6 +203,8 @@ class WholeModelShard(RankShard):
             replica = context.replica(rank, module, self._setup.layout, recorder, late=self.late)
             if isinstance(replica, LocalSGD):
                 self.own, self.takes_over = replica, replica.exchange
+            elif isinstance(replica, Single) and not context.job.noise_scale:  # which needs each micro-step's own
+                self._adds_up_in_place(replica)
             return replica
         autograd = Autograd(context.job.program, module, self.state.layout, rank, context.device(rank), recorder)
         communicator = self._setup.context.communicator
@@ -296,6 +309,7 @@ class ModelParallelShard(RankShard):
             return stepping
         handoff = self.update.handoff if isinstance(self.update, ModelParallelUpdate) else None
         self.worker = ranks.worker(micro_steps(context.delta), recorder, handoff)
+        self._adds_up_in_place(self.worker)
         return self.worker
 
     def _summed(self, square: float) -> float:

@@ -13,6 +13,7 @@ from paceline.checkpoint.base import TensorChunk
 from paceline.compression import Compression
 from paceline.core.delta import Change, Distance
 from paceline.core.types import Version
+from paceline.device import CPU
 from paceline.engine.distributed.exchange import ModelParallelSync
 from paceline.engine.distributed.reduce_buffer import ReduceBuffer
 from paceline.engine.server_optimizer import ServerOptimizer, update_rule
@@ -161,7 +162,8 @@ class ModelParallelUpdate(Update):
             self.optimizer.step_by_tensor(self.handoff.gradients, rate, weight=factor)
         elif self.optimizer is not None and self.optimizer.has_kernel:
             slices = self._fragments[version % len(self._fragments)] if self._fragments else None
-            self.optimizer.step(gradients, rate, weight=factor, slices=slices)
+            consumes = self._state.device != CPU
+            self.optimizer.step(gradients, rate, weight=factor, slices=slices, consumes=consumes)
         elif self.optimizer is not None:
             torch._foreach_mul_(gradients, factor)
             self.optimizer.step(gradients, rate)

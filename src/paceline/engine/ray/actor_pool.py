@@ -1,5 +1,6 @@
 """The actors of an engine, which are kept from run to run."""
 
+import math
 import re
 import time
 from collections import Counter
@@ -12,6 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from paceline.checkpoint.fingerprint import versions
 from paceline.core.errors import InputError, WaitTimeoutError, WorkerError
 from paceline.core.types import ReplicaId, Seconds
+from paceline.device import CPU
 from paceline.engine.base import Job
 from paceline.engine.ray.actors import CONTROL, EvaluatorActor, ServerActor, WorkerLocation
 from paceline.engine.ray.cluster import missing_package
@@ -202,15 +204,39 @@ class ActorPool:
         cores: dict[str, float] = {n["NodeID"]: n["Resources"].get("CPU", 0.0) for n in nodes_in_turn()}
         workers = list[Any]()
         for node in next_hosts(self._workers, placed, cores):
-            # Which node has a free GPU is Ray's to find.
-            strategy = "SPREAD" if self._gpus else NodeAffinitySchedulingStrategy(node, soft=False)
-            options = {"num_cpus": 0, "num_gpus": self._gpus, "scheduling_strategy": strategy}
-            workers.append(ray.remote(**options, concurrency_groups={CONTROL: 1})(ReplicaActor).remote())
+            workers.append(ray.remote(**worker_options(node, self._gpus))(ReplicaActor).remote())
             self._nodes[workers[-1]] = node
         handle, *followers = workers
         if followers:
             self._followers[handle] = followers
         return handle
+
+
+def gpus_of_worker(device: str, workers: int, gpus: int) -> float:
+    """Return the part of a GPU that Ray is to reserve for each worker: several share one where there are fewer GPUs.
+
+    Ray sets ``CUDA_VISIBLE_DEVICES``, or what other types have, so each worker sees its own GPU alone, as number 0.
+    What Ray does not count as GPUs (those of Apple, say) workers of a host take in turn.
+
+    >>> gpus_of_worker("cuda", 4, 4), gpus_of_worker("cuda", 4, 8), gpus_of_worker("cuda", 5, 4)
+    (1.0, 1.0, 0.5)
+    >>> gpus_of_worker("cpu", 4, 4), gpus_of_worker("mps", 2, 0)
+    (0.0, 0.0)
+
+    Args:
+        device: type of device that workers compute on.
+        workers: of all replicas.
+        gpus: of all nodes.
+    """
+    return 1.0 / math.ceil(workers / gpus) if device != CPU.type and gpus else 0.0
+
+
+def worker_options(node: str, gpus: float) -> dict[str, Any]:
+    """Return Ray's options of a worker's actor, which is on this node; with GPUs on any that has enough of one free."""
+    # Which node that is, is Ray's to find.
+    strategy = "SPREAD" if gpus else NodeAffinitySchedulingStrategy(node, soft=False)
+    placed = {"num_cpus": 0, "num_gpus": gpus, "scheduling_strategy": strategy}
+    return placed | {"concurrency_groups": {CONTROL: 1}}
 
 
 def nodes_in_turn() -> list[dict[str, Any]]:

@@ -19,11 +19,10 @@ from paceline.checkpoint.fingerprint import versions
 from paceline.core.errors import WaitTimeoutError, WorkerError, failure_of, raised_text
 from paceline.core.mesh import Coordinate
 from paceline.core.types import ReplicaId, Seconds
-from paceline.device import CPU
 from paceline.engine.base import Job, Outcome, Progress, Watcher
 from paceline.engine.checkpointing import tell
 from paceline.engine.loop import TICK_S, InterruptGuard
-from paceline.engine.ray.actor_pool import GLANCE_S, ActorPool, exit_reason
+from paceline.engine.ray.actor_pool import GLANCE_S, ActorPool, exit_reason, gpus_of_worker
 from paceline.engine.ray.actors import CONTROL, RayPeer, WorkerLocation
 from paceline.engine.ray.cluster import Cluster
 from paceline.engine.ray.server_client import ServerClient
@@ -132,8 +131,7 @@ class RayRun:
 
     def _start(self) -> None:
         job, actors, interrupts = self._job, self._actors, self._interrupts
-        on_gpus = job.strategy.device != CPU.type
-        gpus = 1.0 / math.ceil(job.strategy.workers / self._cluster.gpus) if on_gpus else 0.0
+        gpus = gpus_of_worker(job.strategy.device, job.strategy.workers, self._cluster.gpus)
         stop = lambda: interrupts.count > 0  # noqa: E731
         actors.start(
             job, self._room, self._servers, gpus, stop, lambda part: self._watch(Progress("starting", part / 2))

@@ -16,7 +16,8 @@ from paceline.engine.spmd.rank_context import RankSetup, extended_timeout
 from paceline.engine.spmd.shard_views import StageSharding
 from paceline.engine.spmd.tensor_parallel_rank import ModelParallelRank, ProcessGroupTP, free_unused
 from paceline.replica.base import Batch
-from paceline.replica.compilation import Function, compile_part
+from paceline.replica.capture.input_spec import shapes_of
+from paceline.replica.compilation import CompiledPart
 from paceline.replica.flat_state import read
 from paceline.replica.hybrid import ShardedParts, ShardingRequest, shard_parts
 from paceline.replica.module_utils import tensors_of
@@ -163,24 +164,20 @@ class PipelineRank(ModelParallelRank):
         request = ShardingRequest(job.program, self.cut, module, leaves, workers, rules)
         return shard_parts(request, own, self.context.gather)
 
-    def _compile(self, module: nn.Module, batch: Batch, division: ShardedParts) -> dict[int, Function]:
+    def _compile(self, module: nn.Module, batch: Batch, division: ShardedParts) -> dict[int, CompiledPart]:
         """Return the compiled forward of each part of this rank; all shards of a stage call it together."""
         program, count = self.run_context.job.program, self.run_context.job.strategy.micro_batch_count
         sizes = sorted(set(micro_batch_sizes(batch.samples, count)), reverse=True)
         flatten = self.cut.captured.flatten
         with extended_timeout(self.context), program.autocast(str(next(module.parameters()).device)):
-            batches = [
-                part_arguments(self.cut, module, flatten(select_rows(batch.input, batch.samples, slice(size))))
-                for size in sizes
-            ]
-            return {
-                part.number: compile_part(
-                    part.module,
-                    [arguments[part.number] for arguments in batches],
-                    communicates=bool(division.placements[part.number]),
-                )
-                for part in self.parts
-            }
+            rows = [flatten(select_rows(batch.input, batch.samples, slice(size))) for size in sizes]
+            batches = {shapes_of(leaves): part_arguments(self.cut, module, leaves) for leaves in rows}
+            compiled = {}
+            for number, part in ((part.number, part.module) for part in self.parts):
+                comparing = self.shards.uncounted if self.shards and division.placements[number] else None
+                arguments = {shapes: each[number] for shapes, each in batches.items()}
+                compiled[number] = CompiledPart(part, arguments, comparing)
+            return compiled
 
     def _sharding(self, stage: int, names: Sequence[Sequence[str]], division: ShardedParts) -> StageSharding:
         """Return the sharding of all parts of a stage; a tensor of two of them has the same placement in both."""

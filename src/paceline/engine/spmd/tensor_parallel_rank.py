@@ -1,9 +1,10 @@
 """One rank of a replica that has several, and of a tensor-parallel one: its shard and its collectives with others."""
 
+import contextlib
 import functools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from types import MappingProxyType
 from typing import Any, TypeVar, final
@@ -19,7 +20,8 @@ from paceline.engine.spmd.communicator import Communicator, ring_bytes
 from paceline.engine.spmd.rank_context import RankSetup, SubGroups, extended_timeout
 from paceline.engine.spmd.shard_views import PartChunks, ShardViews, StageSharding, names_of_part, owned_names
 from paceline.replica.base import Batch, Replica
-from paceline.replica.compilation import Function, compile_part
+from paceline.replica.capture.input_spec import shapes_of
+from paceline.replica.compilation import CompiledPart
 from paceline.replica.flat_state import FlatLayout, FlatState, read
 from paceline.replica.local_sgd import ShardedLocalSGD
 from paceline.replica.module_utils import tensors_of
@@ -54,6 +56,16 @@ class ProcessGroupTP(TPCollectives):
     def record_by(self, recorder: AnyRecorder) -> None:
         """Record a span for each collective, within that of its forward or backward pass."""
         self._recorder = recorder if isinstance(recorder, Recorder) else None
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Context manager: what is sent is no part of training, so neither its bytes nor its spans are recorded."""
+        recorder, sent = self._recorder, self._communicator.traffic.sent_bytes
+        self._recorder = None
+        try:
+            yield
+        finally:
+            self._recorder, self._communicator.traffic.sent_bytes = recorder, sent
 
     def all_reduce(self, tensor: Tensor, what: str, *, largest: bool = False) -> Tensor:
         sent = ring_bytes(tensor.nbytes, self.count)
@@ -270,10 +282,10 @@ class TensorParallelRank(ModelParallelRank):
             compiled=self._compiled,
         )
 
-    def _compile(self, batch: Batch) -> Function:
+    def _compile(self, batch: Batch) -> CompiledPart:
         """Return the shard's compiled forward; all shards call it together."""
         program, module = self.prepared.program, self.prepared.shard.module
         device = next(module.parameters()).device
         leaves = [leaf.to(device) for leaf in self.prepared.captured.input_spec.flatten((batch.input, batch.target))]
         with program.autocast(str(device)):
-            return compile_part(module, [leaves], communicates=True)
+            return CompiledPart(module, {shapes_of(leaves): leaves}, self.shards.uncounted)

@@ -253,8 +253,8 @@ class _Dividing:
         shares = {step.call.node: step.strategy.share for step in steps}
         # operators outside the plan run on every shard
         work = _mean((sum(self._costs.nodes[node.name]), shares.get(node, 1.0)) for node in nodes)
-        kept = _mean(
-            (value.nbytes, layout.share if isinstance(layout, Shard) else 1.0)
+        moved = {
+            value.key: (value.nbytes, layout.share if isinstance(layout, Shard) else 1.0)
             for step in steps
             for values, layouts in (
                 (step.call.inputs, step.strategy.inputs),
@@ -262,12 +262,14 @@ class _Dividing:
             )
             for value, layout in zip(values, layouts, strict=True)
             if value.parameter is None
-        )
+        }
+        saved = [share for key, share in moved.items() if self._costs.kept.get(key) == unit]
+        kept, passed = _mean(saved or moved.values()), _mean(moved.values())
         forward, backward = list[Sent](), list[Sent]()
         for step in steps:
             self._add_sent(step, forward, backward)
         parameters = sum(self._held(name, self._largest) for name in names)
-        return PipelinePart(work, parameters, kept, tuple(forward), tuple(backward))
+        return PipelinePart(work, parameters, kept, tuple(forward), tuple(backward), passed)
 
     def _held(self, name: str, shard: int) -> int:
         layout, size = self._plan.parameters.get(name), self._sizes[name]

@@ -64,12 +64,15 @@ class MeasuredWorkload(Workload):
                 layer.forward_calls,
                 (*layer.forward_calls, *layer.backward_calls),
                 layer.tied,
+                backward_bytes=layer.backward_bytes,
             )
             for layer in layers
         ]
 
     def _layer(self, place: int, part: PipelinePart, b: float, at_end: tuple[Call, ...]) -> LayerCost:
         unit, busy = self.profile.units[place], self._busy
+        received = self.profile.units[place - 1].output.of(b) if place else 0.0
+        gradients = (unit.output.of(b) + received) * part.passed + self.numerics.gradient * part.parameters
         return LayerCost(
             unit.name,
             busy.forward[place].of(b) * part.work * self.scale,
@@ -81,6 +84,7 @@ class MeasuredWorkload(Workload):
             tuple(Call(sent.collective, round(sent.size.of(b))) for sent in part.forward),
             (*(Call(sent.collective, round(sent.size.of(b))) for sent in part.backward), *at_end),
             unit.tied,
+            backward_bytes=round(gradients),
         )
 
     def refusal(self, arrangement: Arrangement) -> str | None:

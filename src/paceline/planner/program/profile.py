@@ -121,6 +121,8 @@ class PipelinePart:
     """Share of the unit's saved bytes."""
     forward: tuple[Sent, ...] = ()
     backward: tuple[Sent, ...] = ()
+    passed: float = 1.0
+    """Share of the bytes of its inputs and outputs, and of their gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +245,7 @@ def kind(arrangement: Arrangement) -> str:
 
 
 # Incremented whenever older files become unreadable.
-FORMAT = 2
+FORMAT = 3
 
 
 def this_machine() -> Machine:

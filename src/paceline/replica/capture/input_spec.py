@@ -1,9 +1,9 @@
 """Trees of tensors, and the inputs that a captured graph takes: leaves, dtypes, and the dims that tracing has fixed."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from paceline.core.errors import InputError
 from paceline.program import Tree, leaves, map_tree
 
 Rebuild = Callable[[Sequence[Tensor]], Tree]
+
+# Shapes and dtypes of the leaves of an input: where they are equal, all that is computed of it has equal shapes.
+Shapes: TypeAlias = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
 class TreeLeaf:
@@ -246,6 +249,11 @@ def outline_of(inputs: Tree) -> Tree:
 def _as_arguments(inputs: Tree) -> Tree:
     """Return a list of arguments as a tuple, as which the model is called."""
     return tuple(inputs) if isinstance(inputs, list) else inputs
+
+
+def shapes_of(tensors: Iterable[Tensor]) -> Shapes:
+    """Return the shapes and dtypes of the leaves of an input."""
+    return tuple((tensor.shape, tensor.dtype) for tensor in tensors)
 
 
 def batch_size(inputs: Tree) -> int:

@@ -38,6 +38,10 @@ def reordered_ulps(module: nn.Module) -> float:
     return half if autocast else min(REORDERED, half)
 
 
+class ModelError(InputError):
+    """The model itself fails on the batch that it is given; the cause is its own exception."""
+
+
 class Reasons(NamedTuple):
     """Likely reasons for a difference, by what differs, and what to write instead of the version."""
 
@@ -149,6 +153,7 @@ def check(
 
     Raises:
         InputError: names the first output, parameter, input or buffer that differs, and says how to go on.
+        ModelError: the model itself takes none of these batches.
     """
     name = type(module).__name__
 
@@ -195,7 +200,7 @@ def check(
         failure = compare(inputs) if all(failures) else None
         if failure is not None:
             mode = "training" if training else "evaluation"
-            raise InputError(
+            raise ModelError(
                 f"{name} itself fails in {mode} on the batch that it is given: {type(failure).__name__}: {failure}"
             ) from failure
 

@@ -26,7 +26,7 @@ from paceline.core.mesh import StageReplicas
 from paceline.core.types import ReplicaId
 from paceline.program import Program
 from paceline.replica.capture.capture import Captured
-from paceline.replica.compilation import Function
+from paceline.replica.compilation import CompiledPart
 from paceline.replica.flat_state import FlatLayout
 from paceline.replica.pipeline.cut import Crossing, Cut, Part
 from paceline.replica.pipeline.p2p_queue import P2P, P2PMessage, StageReplicaGroup
@@ -186,4 +186,4 @@ class PipelineContext:
     recompute: Recompute = "none"
     batchnorm: BatchNormMode = "micro-batch"
     stage_replicas: StageReplicaGroup | None = None
-    compiled: Mapping[int, Function] = field(default_factory=dict[int, Function])
+    compiled: Mapping[int, CompiledPart] = field(default_factory=dict[int, CompiledPart])

@@ -93,6 +93,11 @@ class SavedBytes:
             else:
                 self._unshared.append(SharedItem(size, (unit,)))
 
+    def first_users(self, values: "Values") -> dict[tuple[str, int], int]:
+        """Return (name of a node, index among its results) -> the first unit that keeps its memory for backward."""
+        places = ((node.name, n, address(t)) for node, v in values.items() for n, t in enumerate(leaves(v)))
+        return {(name, index): min(self._shared[at][1]) for name, index, at in places if at in self._shared}
+
     def items(self) -> list[SharedItem]:
         """Return all of it, without the model's own tensors."""
         shared = [SharedItem(size, tuple(sorted(users))) for size, users in self._shared.values()]
@@ -196,11 +201,13 @@ class Costs:
     Args:
         sizes: name of a node -> bytes of the tensor that it computes.
         nodes: name of a node that is in a unit -> its time by itself.
+        kept: (name of a node, index among its results) -> the first unit that keeps it for backward.
     """
 
     units: UnitCosts
     sizes: Mapping[str, int]
     nodes: Mapping[str, NodeTime] = field(default_factory=dict[str, NodeTime])
+    kept: Mapping[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
 
 
 def measure(units: Units, batch: Sequence[Tensor], repeats: int = 5) -> Costs:
@@ -227,6 +234,7 @@ def measure(units: Units, batch: Sequence[Tensor], repeats: int = 5) -> Costs:
             for node, value in interpreter.values.items()
             if isinstance(value, Tensor)
         }
+        kept = ledger.first_users(interpreter.values)
         del interpreter  # its values, before the next pass has as many
         timer = OperatorTimer(next((t.device for t in (*batch, *graph.parameters())), torch.device("cpu")))
         for _ in range(repeats):
@@ -237,7 +245,8 @@ def measure(units: Units, batch: Sequence[Tensor], repeats: int = 5) -> Costs:
                     times[node].append(taken)
     seconds = [math.fsum(statistics.median(map(sum, times[node])) for node in group) for group in units.groups]
     medians = {n.name: NodeTime(*map(statistics.median, zip(*each, strict=True))) for n, each in times.items()}
-    return Costs(UnitCosts(seconds, _values(units, sizes), _parameters(units), ledger.items()), sizes, medians)
+    counted = UnitCosts(seconds, _values(units, sizes), _parameters(units), ledger.items())
+    return Costs(counted, sizes, medians, kept)
 
 
 def _values(units: Units, sizes: Mapping[str, int]) -> list[SharedItem]:

@@ -4,17 +4,13 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from operator import methodcaller
-from typing import TypeAlias
 
-import torch
 from torch import Tensor
 
 from paceline.core.errors import InputError
 from paceline.program import Tree, leaves, map_tree
 from paceline.replica.base import Batch
-
-# Shapes and dtypes of the leaves of an input: where they are equal, all that is computed of it has equal shapes.
-Shapes: TypeAlias = tuple[tuple[torch.Size, torch.dtype], ...]
+from paceline.replica.capture.input_spec import Shapes, shapes_of
 
 
 @dataclass(frozen=True)
@@ -83,7 +79,6 @@ def micro_batches(batch: Batch, count: int, flatten: Callable[[Tree], list[Tenso
         trees = batch.input, batch.target
         own, target = (rows(tree) if isinstance(tree, Tensor) else map_tree(rows, tree) for tree in trees)
         inputs = flatten(own)
-        shapes = tuple((leaf.shape, leaf.dtype) for leaf in inputs)
-        return MicroBatch(index, stop - start, inputs, target, shapes)
+        return MicroBatch(index, stop - start, inputs, target, shapes_of(inputs))
 
     return [part(index, start, stop) for index, (start, stop) in enumerate(bounds)]

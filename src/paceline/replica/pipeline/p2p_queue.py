@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import InputError
-from paceline.replica.pipeline.micro_batches import Shapes
+from paceline.replica.capture.input_spec import Shapes
 from paceline.schedule.base import LETTERS
 
 

@@ -14,6 +14,7 @@ from paceline.replica.flat_state import FlatState, finite
 from paceline.replica.pipeline.comm_plan import PipelineContext
 from paceline.replica.pipeline.p2p_queue import StageReplicaGroup
 from paceline.replica.pipeline.stage_runtime import StageRuntime
+from paceline.replica.single import Autograd
 from paceline.replica.tensor.tp_group import PartialGrads
 
 
@@ -104,6 +105,11 @@ class Pipelined(Replica):
         self._tensors, self.memory = self._runtime.tensors, self._runtime.memory
         self._losses, self._samples = 0.0, 0
 
+    @property
+    def autograd(self) -> Autograd:
+        """Holds the parameters and the gradients of this worker's parts."""
+        return self._tensors
+
     def adopt(self, state: FlatState) -> None:
         self._tensors.bind(state)
         for stage in self._runtime.stages.values():  # a cancelled attempt may have left passes
@@ -152,7 +158,7 @@ class Pipelined(Replica):
                 if self._micro_steps > 1:
                     torch._foreach_div_(gradients, float(self._samples))
             if gradients:  # a stage may have nothing to train
-                torch._foreach_copy_(out.views.parameters, gradients)
+                self._tensors.write_gradients(gradients, out)
             self._tensors.write_buffers(out)
             replicas = self._context.stage_replicas
             if replicas is not None and self._samples and out.buffers:

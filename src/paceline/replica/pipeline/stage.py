@@ -31,11 +31,12 @@ from paceline.core.errors import InputError
 from paceline.device import seed
 from paceline.program import leaves
 from paceline.replica.activation_memory import ActivationMemory, StorageCounter
+from paceline.replica.capture.input_spec import Shapes
 from paceline.replica.pipeline.batchnorm import DeferredBatchNorms
 from paceline.replica.pipeline.checkpointing import CheckpointedPart, preserve_buffers
 from paceline.replica.pipeline.comm_plan import PipelineContext
 from paceline.replica.pipeline.cut import Part
-from paceline.replica.pipeline.micro_batches import MicroBatch, Shapes
+from paceline.replica.pipeline.micro_batches import MicroBatch
 from paceline.replica.pipeline.p2p_queue import P2PMessage, Received, Value
 from paceline.replica.pipeline.split_backward import DeferredWeightGrads, Splitter, replace_ops
 from paceline.replica.single import step_seed
@@ -150,7 +151,8 @@ class PipelineStage:
     def __init__(self, part: Part, context: PipelineContext, memory: ActivationMemory) -> None:
         self.part, self._program, self._device, self._memory = part, context.program, context.device, memory
         self._autocasts = context.program.precision != "fp32"
-        self._forward = context.compiled.get(part.number, part.module)
+        compiled = context.compiled.get(part.number)
+        self._forward = part.module if compiled is None else compiled.function
         schedule, self._captured = context.plan.schedule, context.captured
         self.is_last = part.number == schedule.parts(len(context.plan.stage_replicas.copies)) - 1
         """True if this is the model's last part, which computes the loss."""

@@ -116,6 +116,12 @@ class StageRuntime:
             # Messages come by rank, the part takes its values in the order of its crossings.
             received = [by_name[crossing.name] for crossing in stage.part.received]
 
+        if (compiled := self._context.compiled.get(task.action.stage)) is not None:
+            values = [v.detach().requires_grad_(g) if isinstance(v, Tensor) else v for v, g in received]
+            with self._context.program.autocast(self._context.device):
+                inputs = (micro_batch.inputs[leaf] for leaf in stage.part.inputs)
+                compiled.check_new(micro_batch.shapes, [*inputs, *values])
+
         began, key = time.monotonic_ns(), (task.action.stage, micro_batch.index)
         backward_follows = following is not None and key == (following.action.stage, following.action.micro_batch)
         outputs, loss = stage.forward(micro_batch, received, backward_follows=backward_follows)

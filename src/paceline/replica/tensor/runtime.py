@@ -12,7 +12,8 @@ from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.types import Clock, ReplicaId
 from paceline.replica.activation_memory import ActivationMemory, StorageCounter
 from paceline.replica.base import Batch, Measured, Replica
-from paceline.replica.compilation import Function
+from paceline.replica.capture.input_spec import shapes_of
+from paceline.replica.compilation import CompiledPart
 from paceline.replica.flat_state import FlatLayout, FlatState, finite
 from paceline.replica.single import NO_RECORDER, Autograd, GradientHandoff, step_seed
 from paceline.replica.tensor.placements import PARTIAL_GRAD
@@ -46,7 +47,7 @@ class TensorParallel(Replica):
         recorder: AnyRecorder = NO_RECORDER,
         micro_steps: int = 1,
         loose: GradientHandoff | None = None,
-        compiled: Function | None = None,
+        compiled: CompiledPart | None = None,
     ) -> None:
         program, self._shards = prepared.program, prepared.shards
         self._seed, self._flatten = program.seed, prepared.captured.input_spec.flatten
@@ -55,7 +56,7 @@ class TensorParallel(Replica):
         self._recorder = None if isinstance(recorder, NullRecorder) else recorder
         self._handoff = loose
         self._module = prepared.shard.module
-        self._run = compiled or self._module
+        self._compiled, self._run = compiled, self._module if compiled is None else compiled.function
         self._autograd = Autograd(program, self._module, layout, replica, device)
         partial = [name for name, placement in prepared.shard.parameters.items() if placement == PARTIAL_GRAD]
         self._partial_grads = PartialGrads(self._shards, layout, partial) if partial else None
@@ -63,6 +64,11 @@ class TensorParallel(Replica):
         self._seen_shapes: set[tuple[torch.Size, ...]] = set()
         self.memory = ActivationMemory()
         """Peak of what was saved for backward, without parameters, buffers and the batch itself."""
+
+    @property
+    def autograd(self) -> Autograd:
+        """Computes the gradients."""
+        return self._autograd
 
     def adopt(self, state: FlatState) -> None:
         self._autograd.bind(state)
@@ -78,6 +84,8 @@ class TensorParallel(Replica):
         try:
             leaves = [leaf.to(self._device) for leaf in self._flatten((batch.input, batch.target))]
             with self._autocast:
+                if self._compiled is not None:
+                    self._compiled.check_new(shapes_of(leaves), leaves)
                 loss = self._forward(leaves)
             turned = time.monotonic_ns()
             # With several micro-steps losses are weighed by their samples; `finish` divides by the sum.
@@ -118,8 +126,8 @@ class TensorParallel(Replica):
                 torch._foreach_div_(gradients, float(self._samples))
             if self._handoff is not None:
                 self._handoff.gradients = gradients
-            else:  # one fused copy; the buffer of Δ may be in shared memory
-                torch._foreach_copy_(out.views.parameters, gradients)
+            else:  # the buffer of Δ may be in shared memory
+                self._autograd.write_gradients(gradients, out)
             self._autograd.write_buffers(out)
         if not self._samples:
             return Measured(math.nan, 0, True)
