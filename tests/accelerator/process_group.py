@@ -8,6 +8,7 @@ module registers both, and installs the device in Python unless there is one.
 
 import functools
 import importlib
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -37,7 +38,8 @@ def _by_shm(name: str) -> Callable[..., dist.Work]:
             )
         work = getattr(group.host, name)(*arguments, **options)
         if on_device and name != "send":
-            work.is_completed = functools.partial(_polled, work.is_completed)
+            # Not a method of it: a cycle would keep the tensors of the collective.
+            work.is_completed = functools.partial(_polled, weakref.ref(work))
         # DDP and functional collectives read them.
         work._outputs = [on_device[id(x)][1] if id(x) in on_device else x for x in work._outputs]
         return work
@@ -45,9 +47,11 @@ def _by_shm(name: str) -> Callable[..., dist.Work]:
     return call
 
 
-def _polled(is_completed: Callable[[], bool]) -> bool:
+def _polled(work: "weakref.ref[dist.Work]") -> bool:
     copies.polls += 1
-    return is_completed()
+    found = work()
+    assert found is not None, "who asks has it"
+    return type(found).is_completed(found)
 
 
 class SimProcessGroup(PythonProcessGroup):

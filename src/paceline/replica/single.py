@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from paceline.core.errors import PacelineError
 from paceline.core.types import Clock, Nanoseconds, ReplicaId
-from paceline.device import placed, seed
+from paceline.device import CPU, placed, seed, stacked
 from paceline.program import Program, call, on_device
 from paceline.replica.base import Batch, GradientSink, Measured, Replica
 from paceline.replica.compilation import CompiledLoss
 from paceline.replica.flat_state import FlatLayout, FlatState, finite, read
-from paceline.replica.late_figures import LateFigures, zero_nonfinite
+from paceline.replica.late_figures import LateFigures, largest, zero_nonfinite
 from paceline.replica.noise_estimator import MicroNorms
 from paceline.trace.recorder import AnyRecorder, NullRecorder
 
@@ -154,16 +154,16 @@ class Autograd:
 
     def take_gradients(self) -> list[Tensor]:
         """Return the gradients of all parameters, zeros where one has none; the parameters' ``grad`` is None then."""
-        grads = []
-        for parameter in self.parameters:
-            grad = parameter.grad
-            if grad is None:
-                grad = torch.zeros_like(parameter)
-            else:
-                parameter.grad = None
-            # The layout is dense, and so is what is sent.
-            grads.append(grad.to_dense() if grad.is_sparse else grad)
-        return grads
+        return [self.take_gradient(index) for index in range(len(self.parameters))]
+
+    def take_gradient(self, index: int) -> Tensor:
+        """Return the gradient of one parameter, likewise."""
+        parameter = self.parameters[index]
+        grad, parameter.grad = parameter.grad, None
+        if grad is None:
+            return torch.zeros_like(parameter)
+        # The layout is dense, and so is what is sent.
+        return grad.to_dense() if grad.is_sparse else grad
 
     def write_gradients(self, gradients: list[Tensor], out: FlatState) -> None:
         """Write gradients that were taken into ``out``, but those that were added up there."""
@@ -211,6 +211,8 @@ class GradientHooks:
         """Gradients added to twice in the last pass of some Δ."""
         self._first_delta, self._last = True, False
         self._samples = 0
+        self._checked: list[Tensor] = []
+        """What is finite if the gradients sent are: see :meth:`checked`."""
         # Autograd calls a hook once for a parameter, also where that is used twice (probed on torch 2.13), except for
         # several reentrant checkpoints that use it once each.
         self.handles = [
@@ -221,6 +223,7 @@ class GradientHooks:
     def begin_delta(self) -> None:
         """Begin a new Δ."""
         self._sent.clear()
+        self._checked = []
         self._last = False
 
     def begin_pass(self, samples: int) -> None:
@@ -229,12 +232,12 @@ class GradientHooks:
         self._added_to.clear()
         self._last, self._samples = self._sink.is_last_micro_step(), samples
 
-    def end_delta(self, gradients: list[Tensor], samples: int) -> None:
-        """Send the gradients that have not been sent: all are final."""
+    def end_delta(self, samples: int, sums: Sequence[Tensor] | None) -> None:
+        """Send the gradients that have not been sent: all are final, and in ``sums`` if these are given."""
         self._samples = samples
-        for index, gradient in enumerate(gradients):
+        for index in range(len(self._autograd.parameters)):
             if index not in self._sent:
-                self._send(index, gradient)
+                self._send(index, self._autograd.take_gradient(index) if sums is None else sums[index])
         self._first_delta &= not self._last
         self._last = False
 
@@ -252,15 +255,20 @@ class GradientHooks:
         self._added_to.add(index)
         if not self._first_delta and index not in self._twice:
             assert parameter.grad is not None, "it has just been added to"
-            if parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.to_dense()
-            self._send(index, parameter.grad)
+            self._send(index, self._autograd.take_gradient(index))
 
     def _send(self, index: int, gradient: Tensor) -> None:
         if self._mean and self._samples:
             gradient.div_(self._samples)
         self._sent.add(index)
+        self._checked.append(gradient if gradient.device == CPU else largest([gradient]))
         self._sink.ready(index, gradient, self._samples)
+
+    def checked(self) -> list[Tensor]:
+        """Return what is finite if all gradients sent are: themselves; on a device, where they are free by now, their
+        largest elements."""
+        on_device = self._checked and self._checked[0].device != CPU
+        return [stacked(self._checked)] if on_device else self._checked
 
 
 class Single(Replica):
@@ -329,12 +337,13 @@ class Single(Replica):
         return loss
 
     def finish(self, out: FlatState) -> Measured:
-        gradients = self._norms.sums if self._norms is not None and self._samples else self._autograd.take_gradients()
         with torch.no_grad():
+            sums = self._norms.sums if self._norms is not None and self._samples else None
             if self._hooks is not None:
-                self._hooks.end_delta(gradients, self._samples)
-                delta = gradients  # ``out`` is not written
+                self._hooks.end_delta(self._samples, sums)
+                delta = self._hooks.checked()  # ``out`` is not written
             else:
+                gradients = self._autograd.take_gradients() if sums is None else sums
                 if self._micro_steps > 1 and self._samples:
                     torch._foreach_div_(gradients, float(self._samples))
                 self._autograd.write_gradients(gradients, out)
