@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from paceline import device
+from paceline.comm import device_memory
 from tests.accelerator import building, device_module, kernels
 from tests.accelerator.device_module import NAME, as_host, copies
+from tests.accelerator.memory_of_processes import SimulatedMemory
 
 __all__ = ["NAME", "as_host", "copies", "install"]
 
@@ -35,6 +37,7 @@ def install() -> None:
     hardware = device_module.hardware
     hardware.devices, hardware.place, hardware.launch = 2, _copied_to, extension.run_uploads
     copy_from = functools.partial(_copy_from, extension)
+    device_memory.register(NAME, SimulatedMemory())
     kernels.register({"_copy_from": copy_from, "_local_scalar_dense": _local_scalar_dense})
 
 

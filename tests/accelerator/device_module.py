@@ -69,19 +69,20 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c
 
 
 def alias_on_device(x: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on the first device with the memory of a CPU tensor."""
-    return _seen_on(x, _EXTENSION)
+    """Return a tensor on a device with the memory of a CPU tensor."""
+    return _seen_on(x, _EXTENSION, device.index or 0)
 
 
 def as_host(x: Tensor) -> Tensor:
     """Return a CPU tensor with the memory of a tensor on the device; a CPU tensor as it is."""
-    return x if x.is_cpu else _seen_on(x, _CPU)
+    return x if x.is_cpu else _seen_on(x, _CPU, 0)
 
 
-def _seen_on(x: Tensor, device_type: int) -> Tensor:
+def _seen_on(x: Tensor, device_type: int, index: int) -> Tensor:
     capsule = torch._C._to_dlpack(x)
     address = _capsule_pointer(capsule, b"dltensor")
     ctypes.c_int32.from_address(address + _DEVICE_TYPE_OFFSET).value = device_type
+    ctypes.c_int32.from_address(address + _DEVICE_TYPE_OFFSET + 4).value = index
     return torch._C._from_dlpack(capsule)
 
 

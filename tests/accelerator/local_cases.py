@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam
 
 from paceline import Run, launch, predict, train
+from paceline.device import count
 from paceline.engine.base import Engine
 from paceline.engine.local.engine import LocalEngine
 from paceline.engine.local.fault_injection import EventScript
@@ -39,6 +40,11 @@ COUNTED_STRATEGIES = (
 )
 
 
+def possible(strategies: Sequence[str], kind: str) -> list[str]:
+    """Return those that this host has devices for: replicas that write one A have one."""
+    return [strategy for strategy in strategies if "hogwild" not in strategy or count(kind) == 1]
+
+
 def differences(on: Mapping[str, str]) -> dict[str, float]:
     """Return how far the parameters are from the CPU's, by strategy."""
     target = Target(**on)
@@ -50,7 +56,7 @@ def differences(on: Mapping[str, str]) -> dict[str, float]:
 
     found = dict[str, float]()
     with LocalEngine() as engine:
-        for strategy in (*STRATEGIES, IN_PLACE):
+        for strategy in possible([*STRATEGIES, IN_PLACE], target.kind):
             one, other = (trained(strategy, kind, engine) for kind in ("cpu", target.kind))
             found[strategy] = difference(one, other)
     return found
@@ -116,7 +122,7 @@ def copied(on: Mapping[str, str], folder: str) -> dict[str, list[dict[str, int]]
     target, found = Target(**on), dict[str, list[dict[str, int]]]()
     program = programs.program(model=target.model(programs.mlp), optimizer=functools.partial(SGD, lr=0.1, momentum=0.9))
     with LocalEngine() as engine:
-        for strategy in COUNTED_STRATEGIES:
+        for strategy in possible(COUNTED_STRATEGIES, target.kind):
             mains, words = list[Copied](), f"{strategy} device={target.kind}"
             for steps in (12, 52):
                 place = Path(folder) / f"{strategy} {steps}"

@@ -1,11 +1,14 @@
 """The simulated accelerator in C++: all that the one in Python does, two devices, memory, and copies that are late."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from paceline.comm.fork_server import ForkServer
 from tests.accelerator import building, cpp_cases, group_cases, model_cases, operation_cases, running, traffic_cases
+from tests.accelerator.target import Target
+from tests.accelerator.test_engines import assert_batches_alone
 
 MODULES = (cpp_cases, model_cases, operation_cases, traffic_cases)
 
@@ -43,3 +46,15 @@ def test_ranks_with_a_device_each(session_fork_server: ForkServer, tmp_path: Pat
         pytest.skip(why)
     for outcomes in group_cases.ranks(session_fork_server, tmp_path / "store", "simshm", device=running.CPP):
         assert not any(outcomes.values()), outcomes
+
+
+def test_worker_processes_with_a_device_each(session_fork_server: ForkServer, tmp_path: Path) -> None:
+    """A is on the first; what the replica on the second reads and writes goes from device to device."""
+    if why := building.missing():
+        pytest.skip(why)
+    on = asdict(Target("sim", running.CPP))
+    found = running.run(session_fork_server, "tests.accelerator.local_cases:differences", device=running.CPP, on=on)
+    assert not any(found.values()), found
+    cases = "tests.accelerator.local_cases:copied"
+    outcomes = running.run(session_fork_server, cases, device=running.CPP, on=on, folder=str(tmp_path))
+    assert_batches_alone(outcomes)

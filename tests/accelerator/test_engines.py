@@ -110,6 +110,11 @@ def test_worker_processes(session_fork_server: ForkServer, target: Target) -> No
 def test_worker_processes_copy_the_batch_alone(session_fork_server: ForkServer, target: Target, tmp_path: Path) -> None:
     cases = "tests.accelerator.local_cases:copied"
     outcomes = running.run(session_fork_server, cases, device=target.module, on=asdict(target), folder=str(tmp_path))
+    assert_batches_alone(outcomes)
+
+
+def assert_batches_alone(outcomes: Mapping[str, list[dict[str, int]]]) -> None:
+    """Raise AssertionError unless workers copy their batches alone, and main, the last, nothing."""
     for strategy, (*workers, main) in outcomes.items():
         assert workers, strategy
         for each in workers:
