@@ -2,6 +2,7 @@
 
 import os
 import string
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -9,9 +10,39 @@ import pytest
 
 from paceline import support
 from paceline.aggregation import Aggregation, registered
+from paceline.aggregation.base import Apply, Arrival, Decision, Release, Unsynchronized
+from paceline.core.delta import Change, Delta, Gradient
 from paceline.core.errors import InputError
+from paceline.reduction import Reducer
+from paceline.reduction.delay_compensation import DelayCompensation
 from paceline.strategy import Strategy
 from paceline.support import ENGINE_FEATURES, TABLE, Case, Row
+
+
+@dataclass(frozen=True)
+class Reduced(Unsynchronized[None]):
+    """A policy of somebody's own, by a reducer that needs A as it was read."""
+
+    kind: Delta = field(default_factory=Gradient)
+    held: int = 1
+
+    @property
+    def delta(self) -> Delta:
+        return self.kind
+
+    @property
+    def reducer(self) -> Reducer:
+        return DelayCompensation()
+
+    def slots(self, replicas: int) -> int:
+        return self.held
+
+    def start(self, replicas: int) -> None:
+        return None
+
+    def arrived(self, state: None, arrival: Arrival) -> tuple[None, Decision]:
+        return state, (Apply(((arrival, 1.0),)), Release((arrival.replica,)))
+
 
 CASES = [
     ("new", "shards=2", {"features": frozenset()}),
@@ -50,6 +81,10 @@ CASES = [
     ("distributed", "replicas=2 shard_parameters=true", {"noise_scale": True}),
     ("distributed", "replicas=2 compression=fp16", {"noise_scale": True}),
     ("distributed", "stages=2 schedule=pipedream", {"noise_scale": True}),
+    ("local", "replicas=3 aggregation=robust", {"noise_scale": True}),
+    ("local", "replicas=3", {"policy": Reduced(Change(2))}),
+    ("local", "replicas=3", {"policy": Reduced(held=2)}),
+    ("ray", "replicas=3 aggregation=delay-compensated pull_ahead=true", {}),
     ("local", "shards=2 aggregation=hogwild", {}),
     ("local", "stages=2 aggregation=hogwild", {}),
     ("virtual", "replicas=2 aggregation=hogwild", {}),
@@ -99,8 +134,10 @@ CASES = [
 
 @pytest.mark.parametrize(("row", "case"), list(zip(TABLE, CASES, strict=True)), ids=range(len(TABLE)))
 def test_each_row_is_the_first_for_some_combination(row: Row, case: tuple[str, str, dict[str, object]]) -> None:
-    engine, strategy, options = case
+    engine, strategy, options = case[0], case[1], dict(case[2])
+    policy = options.pop("policy", None)
     made = Case.of(Strategy.parse(strategy), engine, **options)
+    made = made if policy is None else replace(made, policy=policy)
     assert support.first_row(made) is row
     with pytest.raises(InputError) as refused:
         support.refuse(made)

@@ -18,10 +18,13 @@ if TYPE_CHECKING:
     from paceline.aggregation.asynchronous import Asynchronous
     from paceline.aggregation.base import Aggregation, Apply, Arrival, Cancel, Decision, Discard, Release
     from paceline.aggregation.buffered import Buffered
+    from paceline.aggregation.deadline import Deadline
     from paceline.aggregation.decoupled import Decoupled
+    from paceline.aggregation.delay_compensated import DelayCompensated
     from paceline.aggregation.elastic_averaging import ElasticAveraging
     from paceline.aggregation.hogwild import Hogwild
     from paceline.aggregation.local_steps import LocalSteps
+    from paceline.aggregation.robust import Robust
     from paceline.aggregation.smooth_switch import SmoothSwitch
     from paceline.aggregation.stale_synchronous import StaleSynchronous
     from paceline.aggregation.synchronous import Synchronous
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     from paceline.optim import Lamb, Lars, scaled_learning_rate, warmup
     from paceline.planner.policies import Pace, pace
     from paceline.program import Program
+    from paceline.reduction.base import Reducer, Reduction
     from paceline.replica.capture.capture import cut
     from paceline.run import Run, load
     from paceline.strategy import Strategy
@@ -60,8 +64,10 @@ __all__ = [
     "Cancel",
     "CollectiveError",
     "Comparison",
+    "Deadline",
     "Decision",
     "Decoupled",
+    "DelayCompensated",
     "Discard",
     "ElasticAveraging",
     "Hogwild",
@@ -74,7 +80,10 @@ __all__ = [
     "PacelineError",
     "Plans",
     "Program",
+    "Reducer",
+    "Reduction",
     "Release",
+    "Robust",
     "Run",
     "SmoothSwitch",
     "StaleSynchronous",
@@ -105,8 +114,8 @@ __all__ = [
 
 # Module -> the public names in it.
 _NAMES = {
-    "aggregation": "Aggregation Asynchronous Buffered Decoupled ElasticAveraging Hogwild LocalSteps "
-    "SmoothSwitch StaleSynchronous Synchronous",
+    "aggregation": "Aggregation Asynchronous Buffered Deadline Decoupled DelayCompensated ElasticAveraging Hogwild "
+    "LocalSteps Robust SmoothSwitch StaleSynchronous Synchronous",
     "aggregation.base": "Apply Arrival Cancel Decision Discard Release",
     "api.compare": "Comparison compare",
     "api.plan": "Plans plan",
@@ -121,6 +130,7 @@ _NAMES = {
     "optim": "Lamb Lars scaled_learning_rate warmup",
     "planner.policies": "Pace pace",
     "program": "Program",
+    "reduction": "Reducer Reduction",
     "replica.capture.capture": "cut",
     "run": "Run load",
     "strategy": "Strategy",

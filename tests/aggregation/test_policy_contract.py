@@ -43,10 +43,12 @@ TEXTS = [
     "decoupled:quorum=all",
     "decoupled:quorum=0.3,hold=true",
     "decoupled:quorum=all,hold=true,grace=2",
+    "robust:by=(krum:faulty=2),k=3",
+    "deadline:seconds=0.5,least=2",
 ]
 
 PATIENT = {"synchronous", "asynchronous", "stale-synchronous", "smooth-switch", "buffered", "local-steps", "hogwild"}
-PATIENT |= {"decoupled"}
+PATIENT |= {"decoupled", "robust", "delay-compensated", "deadline"}
 NEVER_LATE = [t for t in TEXTS if t.partition(":")[0] in PATIENT and "backups" not in t]
 """Those that use every Δ that holds a sample; others may drop some, that is theirs to decide."""
 

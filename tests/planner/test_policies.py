@@ -111,6 +111,24 @@ def test_asynchronous(kind: str) -> None:
     assert (found.batches, found.discarded) == (1, 0)
 
 
+@pytest.mark.parametrize(("replicas", "seconds"), [(8, 1.0), (8, 4.0), (3, 0.2)])
+def test_a_deadline(replicas: int, seconds: float) -> None:
+    """Exponential times have no memory, so who is late begins each window anew.
+
+    N of P have arrived after T with P(N = n) binomial in 1 - e^{-T/m}. A window ends early where all P have, and late
+    where nobody has: m / P later, with one Δ.
+    """
+    arrived, nobody = 1 - math.exp(-seconds / 2.0), math.exp(-replicas * seconds / 2.0)
+    # The mean of the smaller of T and the last arrival: the integral of P(last > t) up to T.
+    mean_s = nobody * 2.0 / replicas
+    for j in range(1, replicas + 1):
+        mean_s += math.comb(replicas, j) * (-1) ** (j + 1) * 2.0 / j * (1 - math.exp(-j * seconds / 2.0))
+    found = simulated(f"deadline:seconds={seconds}", replicas, EXPONENTIAL)
+    assert found.update_s == pytest.approx(mean_s, rel=BOUND)
+    assert found.batches == pytest.approx(replicas * arrived + nobody, rel=BOUND)
+    assert found.discarded == 0
+
+
 @pytest.mark.parametrize("backups", [1, 2])
 def test_backups(backups: int) -> None:
     k = 4 - backups

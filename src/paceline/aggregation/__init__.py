@@ -10,12 +10,15 @@ from paceline.aggregation.adaptive import Adaptive
 from paceline.aggregation.asynchronous import Asynchronous
 from paceline.aggregation.base import Aggregation, parse
 from paceline.aggregation.buffered import Buffered
+from paceline.aggregation.deadline import Deadline
 from paceline.aggregation.decoupled import Decoupled
+from paceline.aggregation.delay_compensated import DelayCompensated
 from paceline.aggregation.elastic_averaging import ElasticAveraging
 from paceline.aggregation.hogwild import Hogwild
 from paceline.aggregation.local_steps import LocalSteps, Outer
 from paceline.aggregation.loss_driven import LossDriven
 from paceline.aggregation.plateau import Plateau
+from paceline.aggregation.robust import Robust
 from paceline.aggregation.smooth_switch import SmoothSwitch
 from paceline.aggregation.stale_synchronous import StaleSynchronous
 from paceline.aggregation.synchronous import Synchronous
@@ -33,7 +36,9 @@ __all__ = [
     "Asynchronous",
     "Buffered",
     "Curve",
+    "Deadline",
     "Decoupled",
+    "DelayCompensated",
     "ElasticAveraging",
     "Exponential",
     "Hogwild",
@@ -43,6 +48,7 @@ __all__ = [
     "Outer",
     "PerLearningRate",
     "Plateau",
+    "Robust",
     "SmoothSwitch",
     "StaleSynchronous",
     "Step",

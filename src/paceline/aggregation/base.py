@@ -39,6 +39,7 @@ from paceline.core.delta import Adopt, Delta, Gradient, Replace
 from paceline.core.registry import declare, family_of
 from paceline.core.text_form import parse_value
 from paceline.core.types import Clock, LeaveReason, ReplicaId, Seconds, Version
+from paceline.reduction.base import Reducer
 
 # ------------------------------------------------------------------------------------------------ inputs of a policy
 
@@ -76,7 +77,10 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """One optimizer step on Σ weight·Δ, in ascending replica order, with learning rate · ``rate``; version + 1."""
+    """One optimizer step on Σ weight·Δ, in ascending replica order, with learning rate · ``rate``; version + 1.
+
+    Where the policy has a :attr:`~Aggregation.reducer`, that combines them in place of the sum.
+    """
 
     deltas: tuple[tuple[Arrival, float], ...]
     rate: float = 1.0
@@ -147,6 +151,11 @@ class Aggregation(ABC, Generic[S]):
 
         So where replicas hold A themselves, no server is needed.
         """
+        return None
+
+    @property
+    def reducer(self) -> Reducer | None:
+        """How the Δs of an update are combined; None: as Σ weight·Δ."""
         return None
 
     def slots(self, replicas: int) -> int:

@@ -105,7 +105,7 @@ class LocalSteps(Aggregation[Any]):
         if self.overlap >= each:
             raise InputError(
                 f"overlap={self.overlap}: the next exchange begins after {each} steps, before the last one was taken "
-                f"over; write overlap={each - 1} or less."
+                f"over; write overlap={each - 1}{' or less' if each > 1 else ''}."
             )
 
     @property

@@ -55,6 +55,9 @@ class RunContext:
         """Kind of Δ that one push hands over: the policy's, accumulated if the strategy says so."""
         if isinstance(self.delta, Gradient) and strategy.accumulate > 1:
             self.delta = Accumulated(strategy.accumulate)
+        reducer = self.policy.reducer
+        self.keeps_read = reducer is not None and reducer.reads
+        """Whether an update needs the A that the replica of each of its Δs has read."""
         self.local_sgd = isinstance(self.delta, (Change, Distance))
         """True if replicas step on parameters and optimizers of their own."""
         self.per_step = self.delta.micro_steps if isinstance(self.delta, Accumulated) else 1
@@ -98,7 +101,7 @@ class RunContext:
     def _can_keep(self, resume: ResumePoint) -> bool:
         """Return whether the policy can go on with its state: it is of the same kind, and all that it held is there."""
         saved = resume.run.coordinator
-        if saved.policy_kind != kind(self.policy):
+        if saved.policy_kind != kind(self.policy) or (self.keeps_read and saved.held and not self._has_held):
             return False
         held = Counter(arrival.replica for arrival in saved.held)
         # More than a replica's slots hold are those of one that died after a Δ, and came back: only memory bounds them.

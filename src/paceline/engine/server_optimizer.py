@@ -20,6 +20,7 @@ from paceline.core.types import Seconds, Version
 from paceline.engine.run_context import RunContext
 from paceline.engine.run_state import ResumePoint
 from paceline.program import Program
+from paceline.reduction import Reducer, Reduction
 from paceline.replica.flat_optimizer import FlatOptimizer
 from paceline.replica.flat_slices import FlatSlice, slices_of
 from paceline.replica.flat_state import FlatLayout, FlatState
@@ -112,14 +113,19 @@ class ServerOptimizer:
         make = make if part is None else part.optimizer(make)
         self._describe = describe_whole if part is None else part.describe
         self.flat_optimizer = FlatOptimizer(make, schedule, state, combined)
-        needs_sum = self._moves or self.clip_norm is not None or "agreement" in policy.needs
+        self._reducer = policy.reducer
+        needs_sum = (
+            self._reducer is not None or self._moves or self.clip_norm is not None or "agreement" in policy.needs
+        )
         self._direct = self.flat_optimizer.has_kernel and not needs_sum and not state.buffers
         self._noise = noise
         if noise is not None:
             noise.preconditioner = Preconditioner(self.flat_optimizer)
         self._fragments = fragments_of(policy.delta, state.layout if part is None else part.whole, state.layout)
         """Slices of A's vectors that are updated in turn; empty: all of A at once."""
-        needs_all = "agreement" in policy.needs or noise is not None or bool(self._fragments)
+        needs_all = (
+            self._reducer is not None or "agreement" in policy.needs or noise is not None or bool(self._fragments)
+        )
         self.divisible = self.flat_optimizer.has_kernel and not self._distance and not needs_all
         """True if an update can be split among workers: :meth:`divide`."""
 
@@ -131,8 +137,11 @@ class ServerOptimizer:
         alone: bool = False,
         out: FlatState | None = None,
         version: Version = 0,
+        read: Sequence[FlatState] = (),
     ) -> None:
         """Update A by Σ weight·Δ, summed in the order given; each Δ is read once, then released.
+
+        A policy's reducer, if it has one, combines all Δs at once instead.
 
         Args:
             deltas: may compute each Δ when it is taken.
@@ -140,6 +149,7 @@ class ServerOptimizer:
             alone: True if there is exactly one.
             out: becomes A; None: A's own vectors.
             version: of A before the update, which says what fragment of it Δs are of.
+            read: A as the replica of each Δ has read it, where the reducer needs it.
         """
         destination = out or self.state
         slices = self._fragments[version % len(self._fragments)] if self._fragments else None
@@ -148,7 +158,10 @@ class ServerOptimizer:
             consumes = delta.parameters is self.combined
             self.flat_optimizer.step(delta.parameters, rate, destination, weight, consumes=consumes)
         else:
-            self._combine(deltas, destination, slices)
+            if self._reducer is not None:
+                self._reduce(self._reducer, list(deltas), destination, read)
+            else:
+                self._combine(deltas, destination, slices)
             if self._noise is not None:
                 self._noise.combined(self.combined)
             if self.clip_norm is not None and self.part is None:
@@ -203,6 +216,17 @@ class ServerOptimizer:
         execute(self.flat_optimizer.kernel(rate), [sign * weight for _, weight in deltas])
         self.flat_optimizer.end_step(out)
         self.state = out
+
+    def _reduce(self, reducer: Reducer, deltas: Weighted, destination: FlatState, read: Sequence[FlatState]) -> None:
+        buffers, weights = _BufferMean(self.state), [weight for _, weight in deltas]
+        vectors = [[delta.parameters[i] for delta, _ in deltas] for i in range(len(self.combined))]
+        statistics = self.summed([sum(each) for each in zip(*map(reducer.statistics, vectors), strict=True)])
+        for i, (each, total) in enumerate(zip(vectors, self.combined, strict=True)):
+            seen = [state.parameters[i] for state in read]
+            reducer.combine(Reduction(each, weights, self.state.parameters[i], seen, statistics), total)
+        for delta, weight in deltas:
+            buffers.add(delta, weight)
+        buffers.write(destination)
 
     def _combine(
         self, deltas: Iterable[tuple[FlatState, float]], destination: FlatState, slices: Sequence[slice] | None

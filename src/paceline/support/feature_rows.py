@@ -75,6 +75,26 @@ FEATURE_ROWS: tuple[Row, ...] = (
         "noise_scale=True measures Δs of a whole model, but under schedule={s.schedule} each stage moves its weights "
         "by itself; write schedule=1f1b for the run that measures",
     ),
+    Row(
+        lambda c: c.noise_scale and c.policy.reducer is not None,
+        "noise_scale=True compares the norms of Δs with the norm of their mean, but aggregation={policy} takes none; "
+        "write aggregation=synchronous for the run that measures",
+    ),
+    # -------------------------------------------------------------------- Δs that are combined otherwise than summed
+    Row(
+        lambda c: c.policy.reducer is not None and not isinstance(c.policy.delta, Gradient),
+        "aggregation={policy} combines Δs by a reducer, which takes gradients; write a delta that is Gradient()",
+    ),
+    Row(
+        lambda c: c.policy.reducer is not None and c.policy.reducer.reads and c.policy.slots(c.replicas) > 1,
+        "aggregation={policy}: its reducer needs A as a replica has read it, which is kept of one Δ of each; write "
+        "slots() so that it returns 1",
+    ),
+    Row(
+        lambda c: c.policy.reducer is not None and c.policy.reducer.reads and c.pull_ahead,
+        "pull_ahead=true: a replica computes Δ of the A before the one that was sent last, but the reducer of "
+        "aggregation={policy} needs the A that it was computed of; leave pull_ahead out",
+    ),
     # --------------------------------------------------------------- Hogwild: replicas write one A, in one memory
     Row(
         lambda c: in_place(c) and c.shards > 1,

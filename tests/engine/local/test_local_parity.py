@@ -122,6 +122,10 @@ POLICIES = [
     "elastic-averaging:period=2,elasticity=0.2",
     "decoupled:period=2,quorum=all",
     "decoupled:period=3,quorum=all,hold=true",
+    "robust",
+    "robust:by=(krum:faulty=0),k=2",
+    "robust:trimmed-mean",
+    "delay-compensated:strength=3",
 ]
 
 TIMES = "compute=exponential:mean=1 apply=0.1 gradient=0.05"

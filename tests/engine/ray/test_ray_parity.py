@@ -135,6 +135,9 @@ POLICIES = [
     "local-steps:period=2,over=asynchronous",
     "elastic-averaging:period=2,elasticity=0.2",
     "decoupled:period=2,quorum=2,grace=0.5",
+    "robust:k=1",
+    "delay-compensated",
+    "deadline:seconds=0.01",
 ]
 
 

@@ -49,6 +49,16 @@ def test_one_replica_does_what_virtual_time_says(on_ray: OnRay, policy: str) -> 
         assert real.summary[count] == virtual.summary[count], count
 
 
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("policy", ["robust", "robust:trimmed-mean", "robust:by=(krum:faulty=0,best=2)"])
+def test_a_round_of_three_is_reduced_as_in_virtual_time(on_ray: OnRay, policy: str, servers: int) -> None:
+    """Distances of Krum are sums over slices, which all servers know."""
+    program, strategy = programs.program(optimizer=MOMENTUM, clip_norm=0.1), f"replicas=3 aggregation={policy}"
+    virtual = train(program, strategy, engine="virtual", steps=STEPS, progress=False)
+    real = on_ray(program, f"{strategy} servers={servers}", steps=STEPS)
+    oracle.assert_same(real.model, virtual.state, ROUNDING)
+
+
 @pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy not in OF_ONE])
 def test_several_count_each_delta_once(on_ray: OnRay, policy: str) -> None:
     run = on_ray(programs.program(), f"replicas=3 servers=2 aggregation={policy}", steps=STEPS)

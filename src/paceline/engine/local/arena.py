@@ -271,6 +271,10 @@ class VersionPool:
         self._readers[buffer] += 1
         return buffer
 
+    def read_by(self, replica: ReplicaId) -> int:
+        """Return the index of the buffer that a replica reads, or has read for a Δ that is not decided on."""
+        return self._reads[replica]
+
     def release(self, replica: ReplicaId) -> None:
         """End a replica's read, if it has one: it has computed, or its worker has exited."""
         buffer = self._reads.pop(replica, None)

@@ -133,7 +133,8 @@ class SharedMemoryServer:
             The Δ that is kept; None where Δs have no slots.
         """
         self._read[replica] = completion.attempt
-        self.versions.release(replica)  # it reads no A until its next grant
+        if not (keep and self._context.run.keeps_read):
+            self.versions.release(replica)  # it reads no A until its next grant
         if not self._slots:
             return None
         if not keep:
@@ -182,6 +183,8 @@ class SharedMemoryServer:
         for a in arrivals if self._slots else ():
             slot, _ = self._undecided.pop((a.replica, a.clock))
             self._free_slots[a.replica].append(slot)
+            if self._context.run.keeps_read:
+                self.versions.release(a.replica)
 
     def cancel(self, replica: ReplicaId) -> None:
         self._control.cancelled[replica] = self.attempts[replica]
@@ -204,8 +207,9 @@ class SharedMemoryServer:
             slots = [(a.replica, slot, weight) for a, slot, _, weight in held]
             self._parallel.apply(slots, action.rate, (self.versions.current, destination), idle)
         elif estimator is None:
-            out = self._arena.version(destination)
-            owner.apply(deltas, action.rate, alone=action.alone, out=out, version=self.version)
+            out, keeps_read = self._arena.version(destination), self._context.run.keeps_read
+            read = [self._arena.version(self.versions.read_by(a.replica)) for a, *_ in held] if keeps_read else []
+            owner.apply(deltas, action.rate, alone=action.alone, out=out, version=self.version, read=read)
         else:
             pairs = zip(held, deltas, strict=True)
             seen = [
@@ -219,3 +223,5 @@ class SharedMemoryServer:
         self.versions.commit_write(destination)
         for a, slot, _, _ in held:
             self._free_slots[a.replica].append(slot)
+            if self._context.run.keeps_read:
+                self.versions.release(a.replica)

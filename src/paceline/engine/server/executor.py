@@ -164,6 +164,8 @@ class ServerExecutor:
         for replica, position in enumerate(context.positions if resume is not None and share.number == 0 else ()):
             if (kept := OwnState.saved_for(context, replica)) is not None:
                 self.own[replica] = position.attempt, _encoded(kept)
+        self._read: dict[ReplicaId, FlatState] = {}
+        """A as each replica has read it last, where updates need it."""
         self.lent: dict[ReplicaId, Clock] = {}
         """Replicas whose Δ of this attempt is in memory that they write again once they have the next grant."""
         self.sent: tuple[Version, list[Bytes]] | None = None
@@ -238,6 +240,8 @@ class ServerExecutor:
         record.attempt += 1
         if self.sent is None or self.sent[0] != self.version:
             self.sent = self.version, arrays_of(self.owner.state)
+        if self._context.keeps_read:
+            self._read[replica] = self.owner.state
         record.reply((ServerGrant(record.attempt, batches, self.version), self.sent[1]))
         self.replied(replica)
 
@@ -246,7 +250,8 @@ class ServerExecutor:
         began = time.monotonic_ns()
         deltas = [(self.undecided.pop((a.replica, a.clock)), weight) for a, weight in action.deltas]
         destination = self.owner.state.layout.new(self.allocate)
-        self.owner.apply(deltas, action.rate, alone=action.alone, out=destination, version=self.version)
+        read = [self._read[a.replica] for a, _ in action.deltas] if self._context.keeps_read else []
+        self.owner.apply(deltas, action.rate, alone=action.alone, out=destination, version=self.version, read=read)
         self.version += 1
         ended = time.monotonic_ns()
         self.statistics.applied((ended - began) * 1e-9)

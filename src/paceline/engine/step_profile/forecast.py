@@ -245,7 +245,10 @@ def update_s(job: Job, gradients: int, steps_on: float = 1.0) -> Seconds:
     deltas = [(state.clone(), 1 / gradients) for _ in range(gradients)]
     for number in range(REPEATS):
         began = time.perf_counter()
-        optimizer.apply(deltas, alone=gradients == 1, out=buffers[number % 2])  # the old A is still being read
+        read = [buffers[1 - number % 2]] * gradients if context.keeps_read else []
+        optimizer.apply(
+            deltas, alone=gradients == 1, out=buffers[number % 2], read=read
+        )  # the old A is still being read
         samples.append(time.perf_counter() - began)
     return steps_on * statistics.median(samples)
 

@@ -13,8 +13,10 @@
 from collections.abc import Iterable, Sequence
 from typing import final
 
+from paceline.aggregation.base import Apply
 from paceline.clock.network import Traffic
 from paceline.clock.times import EventQueue
+from paceline.core.data_order import BatchRange
 from paceline.core.records import WorkerFigures
 from paceline.core.types import Clock, ReplicaId, Seconds
 from paceline.engine.run_context import RunContext
@@ -46,6 +48,7 @@ class Attempts:
     ) -> None:
         self._durations, self._traffic, self._timing = durations, traffic, timing
         self._trace, self._pull_ahead = context.job.trace, context.job.strategy.pull_ahead
+        self._keeps_read = context.keeps_read
         self.timelines = [ReplicaTimeline(position) for position in context.positions]
         self._events: EventQueue[PendingDelta] = EventQueue()
         self.arrived: dict[tuple[ReplicaId, Clock], PendingDelta] = {}
@@ -65,13 +68,14 @@ class Attempts:
         """Return whether there is an event to come."""
         return bool(len(self._events))
 
-    def read(self, replica: ReplicaId, sent: FlatState) -> FlatState:
-        """Return the A that a replica's next attempt reads, where this one is sent: the one before, with pull_ahead."""
-        if not self._pull_ahead:
-            return sent
-        read = self.ahead.get(replica, sent)
-        self.ahead[replica] = sent
-        return read
+    def new(self, replica: ReplicaId, sent: FlatState, batches: BatchRange) -> PendingDelta:
+        """Return a replica's next attempt; it reads the A that is sent, or with pull_ahead the one before."""
+        timeline, read = self.timelines[replica], sent
+        if self._pull_ahead:
+            read = self.ahead.get(replica, sent)
+            self.ahead[replica] = sent
+        numbers = replica, timeline.clock + 1, read.version
+        return PendingDelta(*numbers, read, timeline.micro_clock, batches, self._keeps_read)
 
     def begin(self, attempt: PendingDelta, now_s: Seconds, end_s: Seconds) -> None:
         """Let a replica begin an attempt in a run that lasts until ``end_s``."""
@@ -120,6 +124,11 @@ class Attempts:
             del self.under_way[attempt]
             timeline.stop(attempt, now_s, end_s)
         return attempt
+
+    def kept(self, action: Apply) -> list[FlatState]:
+        """Return the A that each Δ of an update was computed of; none where that is not kept."""
+        attempts = [self.arrived[a.replica, a.clock] for a, _ in action.deltas]
+        return [each.read for each in attempts if each.keeps_read and each.read is not None]
 
     def take(self, replica: ReplicaId, clock: Clock) -> PendingDelta | None:
         """Return an attempt whose Δ is to be applied or discarded; None: it was taken before."""

@@ -238,11 +238,9 @@ class VirtualRun:
         if replica in self._resumed:
             self._resumed.remove(replica)
             return
-        timeline = self._attempts.timelines[replica]
         sent = self._shared_state()
         sent.version = self._coordinator.version
-        read = self._attempts.read(replica, sent)
-        attempt = PendingDelta(replica, timeline.clock + 1, read.version, read, timeline.micro_clock, batches)
+        attempt = self._attempts.new(replica, sent, batches)
         if self._user_loops is not None:
             # The user's loop makes this attempt's micro-steps now; one that ends before the last of them retires.
             for _ in batches.numbers:
@@ -269,8 +267,9 @@ class VirtualRun:
         # Generators: each Δ is computed when it is added to the sum, and let go before the next one.
         seen = (self._take(arrival, weight) for arrival, weight in action.deltas)
         if self._estimator is None:
-            deltas = ((s.delta, s.weight) for s in seen)
-            self._optimizer.apply(deltas, action.rate, alone=action.alone, version=self._coordinator.version)
+            deltas, read = ((s.delta, s.weight) for s in seen), self._attempts.kept(action)
+            version = self._coordinator.version
+            self._optimizer.apply(deltas, action.rate, alone=action.alone, version=version, read=read)
         else:
             observed = self._estimator.through(seen, len(action.deltas))
             self._optimizer.apply(observed, action.rate, alone=action.alone)
@@ -368,7 +367,7 @@ class VirtualRun:
         """Go on with all that was under way."""
         like = self._optimizer.state
         self._now = state.now_s
-        read = ReadStates(resume, like, self._shared_state)
+        read = ReadStates(resume, like, self._shared_state, keep=self._context.keeps_read)
         attempts = list(restored_attempts(state.attempts.attempts, resume, like, read))
         self._attempts.restore(state.attempts, attempts, read)
         for attempt, _ in attempts:

@@ -33,10 +33,13 @@ class PendingDelta:
     clock: Clock
     version: Version
     read: FlatState | None
-    """The A that it reads: shared by all that read this version, never written; released once Δ is computed."""
+    """The A that it reads: shared by all that read this version, never written; released once Δ is computed, unless
+    :attr:`keeps_read`."""
     first_micro_step: Clock
     batches: BatchRange
     """A micro-step on each."""
+    keeps_read: bool = False
+    """Whether the update, too, needs the A that it has read."""
     phase: Phase = "arriving"
     due_s: Seconds = 0.0
     """When the phase ends."""
@@ -70,7 +73,9 @@ class PendingDelta:
         return self.out
 
     def push(self, measured: Measured) -> None:
-        self.measured, self.read = measured, None
+        self.measured = measured
+        if not self.keeps_read:
+            self.read = None
 
 
 # (stream, k) -> the k-th batch of that stream, k = 0, 1, ...

@@ -130,7 +130,7 @@ def attempt_chunks(
         if attempt.measured is not None:
             assert attempt.out is not None, "its Δ is computed"
             yield from delta_chunks(attempt.out, attempt.replica, attempt.clock)
-        elif attempt.version not in seen:
+        if attempt.read is not None and attempt.version not in seen:
             seen.add(attempt.version)
             yield from whole_chunks(attempt.pull(), _read_prefix(attempt.version))
     for state in ahead:
@@ -146,9 +146,13 @@ class ReadStates:
         resume: where the run goes on.
         like: a state of the layout and on the device of A.
         current: returns the A of the checkpoint, shared by all attempts that have read it.
+        keep: whether attempts keep it once they are computed.
     """
 
-    def __init__(self, resume: ResumePoint, like: FlatState, current: Callable[[], FlatState]) -> None:
+    def __init__(
+        self, resume: ResumePoint, like: FlatState, current: Callable[[], FlatState], *, keep: bool = False
+    ) -> None:
+        self.keep = keep
         self._checkpoint, self._like = resume.checkpoint, like
         self._current, self._version = current, resume.run.coordinator.version
         self._read: dict[Version, FlatState] = {}
@@ -185,7 +189,8 @@ def restored_attempts(
             loss = math.nan if state.loss is None else state.loss
             attempt.measured = Measured(loss, state.samples, state.finite, state.micro)
             attempt.done = state.batches.size
-        else:
+        attempt.keeps_read = read.keep
+        if read.keep or not state.computed:
             attempt.read = read.of(state.version)
         yield attempt, state.arrived
 
