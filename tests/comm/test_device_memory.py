@@ -63,7 +63,7 @@ def driver(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> D
     found = Driver(getattr(request, "param", ""))
     monkeypatch.setattr(device_memory, "_driver", lambda: found)
     monkeypatch.setattr(device_memory.torch, "as_tensor", Taken)
-    monkeypatch.setattr(device_memory.torch, "empty", lambda *_, **__: None)
+    monkeypatch.setattr(device_memory.torch, "zeros", lambda *_, **__: None)
     monkeypatch.setattr(device_memory.torch, "get_device_module", lambda _: Module)
     return found
 

@@ -49,7 +49,7 @@ class CudaMemory:
 
     def allocate(self, size_bytes: int, device: torch.device) -> tuple[Tensor, bytes]:
         address, handle = ctypes.c_uint64(), _IpcHandle()
-        torch.empty(0, device=device)  # creates the context of the device
+        torch.zeros(1, device=device)  # a kernel, before which CUDA makes its context this thread's
         with torch.get_device_module(device.type).device(device.index):
             _driver_call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size_bytes), needed=size_bytes)
             memory = _Bytes(address.value, size_bytes, "cuMemFree_v2")
@@ -58,7 +58,7 @@ class CudaMemory:
 
     def open(self, handle: bytes, size_bytes: int, device: torch.device) -> Tensor:
         address = ctypes.c_uint64()
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device)
         with torch.get_device_module(device.type).device(device.index):
             by_value = _IpcHandle.from_buffer_copy(handle)
             _driver_call("cuIpcOpenMemHandle_v2", ctypes.byref(address), by_value, ctypes.c_uint(_LAZY_PEER_ACCESS))
