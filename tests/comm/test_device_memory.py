@@ -75,7 +75,7 @@ def test_who_allocates_frees_it_with_the_last_tensor(driver: Driver) -> None:
     assert taken.device == torch.device("cuda", 1)
     assert handle == bytes(range(HANDLE_BYTES))
     assert driver.names == ["cuMemAlloc_v2", "cuIpcGetMemHandle"]
-    assert driver.calls[0][1][1].value == 1 << 20
+    assert driver.calls[0][1][1].value == 2 << 20  # a block of its own
     assert driver.calls[1][1][1].value == ADDRESS
     del memory, taken
     gc.collect()
@@ -97,7 +97,7 @@ def test_who_opens_it_closes_it_with_the_last_tensor(driver: Driver) -> None:
 @pytest.mark.parametrize(
     ("driver", "said"),
     [
-        ("cuMemAlloc_v2", r"1,048,576 bytes of the GPU's memory can't be had \(out of memory\); write fewer replicas="),
+        ("cuMemAlloc_v2", r"2,097,152 bytes of the GPU's memory can't be had \(out of memory\); write fewer replicas="),
         ("cuIpcGetMemHandle", "can't be shared between processes: cuIpcGetMemHandle: out of memory"),
     ],
     indirect=["driver"],

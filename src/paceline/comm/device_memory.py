@@ -49,9 +49,10 @@ class CudaMemory:
 
     def allocate(self, size_bytes: int, device: torch.device) -> tuple[Tensor, bytes]:
         address, handle = ctypes.c_uint64(), _IpcHandle()
+        whole = -(-size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
         torch.zeros(1, device=device)  # a kernel, before which CUDA makes its context this thread's
         with torch.get_device_module(device.type).device(device.index):
-            _driver_call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size_bytes), needed=size_bytes)
+            _driver_call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(whole), needed=whole)
             memory = _Bytes(address.value, size_bytes, "cuMemFree_v2")
             _driver_call("cuIpcGetMemHandle", ctypes.byref(handle), address)
         return torch.as_tensor(memory, device=device), bytes(handle)
@@ -70,6 +71,9 @@ class _IpcHandle(ctypes.Structure):
 
     _fields_ = [("reserved", ctypes.c_ubyte * HANDLE_BYTES)]
 
+
+# The driver may cut smaller allocations from one block, all of which a handle would share.
+_BLOCK_BYTES = 2 << 20
 
 # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _LAZY_PEER_ACCESS = 1
