@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline import InputError
+from paceline import InputError, Robust
 from paceline.core.registry import family_of
 from paceline.core.text_form import parse_value
 from paceline.reduction import Reducer, Reduction
@@ -106,6 +106,23 @@ def test_it_is_the_gradient_at_the_present_parameters_where_the_hessian_is_its_s
     given = {"weights": [1.0], "current": current, "read": [read]}
     found = reduced(DelayCompensation(1.0), [-1 / read], **given)
     assert abs(float(found + 1 / current)) < 1e-6 < abs(float(-1 / read + 1 / current))  # second order: 1e-6 / 8
+
+
+@pytest.mark.parametrize(
+    ("reducer", "too_few", "instead"),
+    [
+        (Krum(faulty=2), 6, "write krum:faulty=1,best=1"),
+        (Krum(faulty=1, best=5), 5, "write krum:faulty=1,best=4"),
+        (Krum(faulty=0), 2, "write by=median"),
+        (TrimmedMean(trim=2), 4, "write trimmed-mean:trim=1"),
+    ],
+)
+def test_too_few_for_a_rule_are_refused(reducer: Reducer, too_few: int, instead: str) -> None:
+    with pytest.raises(InputError, match=instead):
+        Robust(reducer).resolved(learning_rate=None, replicas=too_few)
+    Robust(reducer).resolved(learning_rate=None, replicas=too_few + 1)
+    with pytest.raises(InputError, match=instead):
+        Robust(reducer, k=too_few).resolved(learning_rate=None, replicas=2 * too_few)
 
 
 @pytest.mark.parametrize(

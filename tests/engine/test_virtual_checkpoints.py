@@ -32,7 +32,7 @@ POLICIES = {
     "stale-synchronous:bound=2": {},
     "asynchronous pull_ahead=true": {"noise_scale": True},
     "delay-compensated:strength=2": {},
-    "robust:by=(krum:faulty=0),k=2": {},
+    "robust:by=(krum:faulty=0,best=2)": {},
     "deadline:seconds=0.03": {},
     "buffered:k=2,cancel=true pull_ahead=true": {},
     "local-steps:period=3": {},

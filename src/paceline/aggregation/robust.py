@@ -22,7 +22,7 @@ class Robust(Aggregation[Buffer]):
         k: Δs of an update, of as many replicas, which wait for it; none: of all that take part.
 
     Raises:
-        InputError: k < 1, or more than there are replicas.
+        InputError: k < 1, more than there are replicas, or too few for the rule.
     """
 
     by: Reducer = field(default_factory=Median)
@@ -40,6 +40,7 @@ class Robust(Aggregation[Buffer]):
         del learning_rate
         if self.k is not None and self.k > replicas:
             raise InputError(f"k={self.k} Δs of replicas={replicas} can't wait together; write robust:k={replicas}.")
+        self.by.check(self.k or replicas)
         return self
 
     def start(self, replicas: int) -> Buffer:

@@ -55,6 +55,10 @@ class Reducer(ABC):
         """Whether it needs A as each Δ's replica has read it, which is kept for it."""
         return False
 
+    def check(self, deltas: int) -> None:
+        """Raise InputError if an update of so many Δs is too small for what this is to do."""
+        del deltas
+
     def statistics(self, deltas: Sequence[Tensor]) -> list[float]:
         """Return numbers of one vector of each Δ, as many for each vector: they are summed over all of A.
 

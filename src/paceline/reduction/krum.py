@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import final
 
-from paceline.core.errors import check_int
+from paceline.core.errors import InputError, check_int
 from paceline.core.registry import register
+from paceline.core.text_form import text_of
 from paceline.reduction.base import Reducer, Reduction, Tensor
 
 
@@ -30,6 +31,15 @@ class Krum(Reducer):
     def __post_init__(self) -> None:
         check_int("krum:faulty", self.faulty, least=0)
         check_int("krum:best", self.best, least=1)
+
+    def check(self, deltas: int) -> None:
+        if deltas < 2 * self.faulty + 3 or self.best > deltas - self.faulty:
+            faulty = min(self.faulty, (deltas - 3) // 2)
+            fewer = f"krum:faulty={faulty},best={min(self.best, deltas - faulty)}, or " if faulty >= 0 else ""
+            raise InputError(
+                f"{text_of(self)} of {deltas} Δs: against f faulty ones Krum needs 2·f + 3, and takes at most all "
+                f"others; write {fewer}by=median"
+            )
 
     def statistics(self, deltas: Sequence[Tensor]) -> list[float]:
         """Return the squared distance of each pair."""

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import final
 
-from paceline.core.errors import check_int
+from paceline.core.errors import InputError, check_int
 from paceline.core.registry import register
+from paceline.core.text_form import text_of
 from paceline.reduction.base import Reducer, Reduction, Tensor
 
 
@@ -24,6 +25,12 @@ class TrimmedMean(Reducer):
 
     def __post_init__(self) -> None:
         check_int("trimmed-mean:trim", self.trim, least=0)
+
+    def check(self, deltas: int) -> None:
+        if deltas <= 2 * self.trim:
+            raise InputError(
+                f"{text_of(self)} of {deltas} Δs leaves none; write trimmed-mean:trim={(deltas - 1) // 2}, or by=median"
+            )
 
     def combine(self, given: Reduction, out: Tensor) -> None:
         import torch

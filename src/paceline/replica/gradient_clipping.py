@@ -44,14 +44,33 @@ def clip(vectors: list[Tensor], bound: float) -> None:
     if not vectors or any(not _keeps_scale(v) for v in vectors):
         clip_by_square(vectors, square_norm(vectors), bound)
         return
+    clip_on_device(vectors, square_norm_on_device(vectors, vectors[0].device), bound)
+
+
+def square_norm_on_device(vectors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return the square of the Euclidean norm over all vectors as a tensor of float64 on their device."""
     squares = [torch.linalg.vector_norm(v).double().square() for v in vectors]
-    square = squares[0] if len(squares) == 1 else torch.stack(squares).sum()
+    if not squares:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return squares[0] if len(squares) == 1 else torch.stack(squares).sum()
+
+
+def clip_on_device(vectors: Iterable[Tensor], square: Tensor, bound: float) -> None:
+    """As :func:`clip_by_square`, for a square on the device of the vectors, which the host does not wait for."""
     # A quotient of two tensors: torch multiplies a number by the reciprocal.
     scale = (torch.full_like(square, bound) / (square.sqrt() + 1e-6)).clamp(max=1.0)
     for vector in vectors:
-        vector.mul_(scale)
+        if vector.dtype.itemsize >= 4:
+            vector.mul_(scale)
+        else:  # a product with half precision would round the scale itself to that
+            vector.copy_(vector.float().mul_(scale))
+
+
+def has_float64(device: torch.device) -> bool:
+    """Return whether a device other than the CPU computes in float64."""
+    return device.type not in (CPU.type, *WITHOUT_FLOAT64)
 
 
 def _keeps_scale(vector: Tensor) -> bool:
     """Return whether a vector is on a device that multiplies it by a number of float64 of its own."""
-    return vector.device.type not in (CPU.type, *WITHOUT_FLOAT64) and vector.dtype.itemsize >= 4
+    return has_float64(vector.device) and vector.dtype.itemsize >= 4

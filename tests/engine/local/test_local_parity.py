@@ -123,7 +123,7 @@ POLICIES = [
     "decoupled:period=2,quorum=all",
     "decoupled:period=3,quorum=all,hold=true",
     "robust",
-    "robust:by=(krum:faulty=0),k=2",
+    "robust:by=(krum:faulty=0,best=2)",
     "robust:trimmed-mean",
     "delay-compensated:strength=3",
 ]

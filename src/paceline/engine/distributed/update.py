@@ -21,7 +21,14 @@ from paceline.engine.spmd.communicator import Communicator
 from paceline.program import Program
 from paceline.replica.flat_optimizer import FlatOptimizer
 from paceline.replica.flat_state import FlatLayout, FlatState
-from paceline.replica.gradient_clipping import clip_by_square, clip_scale, square_norm
+from paceline.replica.gradient_clipping import (
+    clip_by_square,
+    clip_on_device,
+    clip_scale,
+    has_float64,
+    square_norm,
+    square_norm_on_device,
+)
 from paceline.replica.optimizer_factory import optimizer_of_part
 from paceline.replica.own_parameters import fragments_of
 from paceline.replica.single import GradientHandoff
@@ -173,7 +180,14 @@ class ModelParallelUpdate(Update):
 def clip_across_ranks(
     gradients: list[Tensor], counted: Sequence[Tensor], bound: float, communicator: Communicator
 ) -> None:
-    """Scale this rank's gradients so that the norm over all ranks' ``counted`` elements is at most ``bound``."""
+    """Scale this rank's gradients so that the norm over all ranks' ``counted`` elements is at most ``bound``.
+
+    Where collectives are a device's the norm stays on it, and the host does not wait.
+    """
+    if has_float64(communicator.device):
+        square = square_norm_on_device(counted, communicator.device)
+        clip_on_device(gradients, communicator.reduced(square, "the norm of Δ"), bound)
+        return
     square = torch.tensor([square_norm(counted)], dtype=torch.float64)
     communicator.all_reduce([square], "the norm of Δ")
     clip_by_square(gradients, float(square), bound)
