@@ -13,10 +13,11 @@ from torch.distributed import HashStore
 
 from paceline import Program, train
 from paceline.device import of_worker
-from paceline.engine.spmd.communicator import CollectiveWatchdog, Communicator
+from paceline.engine.spmd.communicator import Communicator
 from paceline.engine.spmd.launch_env import LaunchEnv
 from paceline.engine.spmd.process_group import ProcessGroup
 from paceline.engine.spmd.rank_registry import RankRegistry, StoreSignals
+from paceline.engine.spmd.watchdog import CollectiveWatchdog
 from tests.accelerator.target import SIMULATED
 
 TIMEOUT_S = 60.0

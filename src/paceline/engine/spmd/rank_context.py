@@ -42,13 +42,14 @@ from paceline.core.types import ReplicaId, Seconds
 from paceline.device import CPU
 from paceline.engine.run_context import RunContext
 from paceline.engine.spmd.bounded_store import BoundedStore
-from paceline.engine.spmd.communicator import CollectiveWatchdog, Communicator
+from paceline.engine.spmd.communicator import Communicator
 from paceline.engine.spmd.launch_env import LaunchEnv, kind_of
 from paceline.engine.spmd.membership import NoMemberError, RankMembership, Survives
 from paceline.engine.spmd.process_group import opened
 from paceline.engine.spmd.rank_registry import RankRegistry, StoreSignals
 from paceline.engine.spmd.rendezvous import LINGER_S, keeps_store
 from paceline.engine.spmd.survival import Survival
+from paceline.engine.spmd.watchdog import CollectiveWatchdog
 from paceline.replica.flat_state import FlatLayout
 
 # Timeout of a rank that exports, partitions and verifies the model; the death of a rank is noticed at once.

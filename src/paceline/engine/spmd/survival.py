@@ -25,9 +25,10 @@ import torch
 from paceline.core.errors import WorkerError
 from paceline.core.types import Seconds
 from paceline.engine.spmd.bounded_store import bounded
-from paceline.engine.spmd.communicator import CollectiveWatchdog, Communicator
+from paceline.engine.spmd.communicator import Communicator
 from paceline.engine.spmd.membership import Generation, RankMembership, RanksLost
 from paceline.engine.spmd.rank_registry import RankRegistry
+from paceline.engine.spmd.watchdog import CollectiveWatchdog
 
 T = TypeVar("T")
 
