@@ -24,6 +24,9 @@ POLICIES = (
     "local-steps:period=2",
     "elastic-averaging:period=8,elasticity=0.1",
     "decoupled:period=2",
+    "robust",
+    "delay-compensated",
+    "deadline",
     "hogwild",
 )
 ROWS = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", PAGE, re.M)

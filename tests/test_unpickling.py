@@ -40,6 +40,7 @@ WHERE: dict[tuple[str, str], tuple[int, str]] = {
             "aggregation/__init__.py",
             "compression/__init__.py",
             "core/registry.py",
+            "reduction/__init__.py",
             "schedule/__init__.py",
             "replica/tensor/rules/__init__.py",
             "engine/distributed/fsdp.py",

@@ -85,11 +85,12 @@ def test_hogwild_alone_is_one_process(engine: LocalEngine, name: str) -> None:
 
 SPOKEN = {
     "buffered": "buffered:k=2",
+    "deadline": "deadline:seconds=1000",
     "elastic-averaging": "elastic-averaging:period=2",
     "local-steps": "local-steps:period=2",
     "smooth-switch": "smooth-switch:every=5",
 }
-"""Options with which a policy does in six steps what it is there for."""
+"""Options with which a policy does in six steps what it is there for; a deadline that all arrive before on any clock."""
 
 POLICIES = [SPOKEN.get(name, name) for name in sorted(set(registered(Aggregation)) - {"hogwild"})]
 """Hogwild has no order that could be replayed."""
