@@ -90,7 +90,7 @@ SPOKEN = {
     "local-steps": "local-steps:period=2",
     "smooth-switch": "smooth-switch:every=5",
 }
-"""Options with which a policy does in six steps what it is there for; a deadline that all arrive before on any clock."""
+"""Options with which a policy does in six steps what it is there for; a deadline that all arrive before."""
 
 POLICIES = [SPOKEN.get(name, name) for name in sorted(set(registered(Aggregation)) - {"hogwild"})]
 """Hogwild has no order that could be replayed."""
