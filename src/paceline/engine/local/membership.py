@@ -109,7 +109,7 @@ class ReplicaMembership:
     def ended(self, replica: ReplicaId, status: str) -> None:
         """Handle the end of all workers of a replica."""
         if replica not in self._coordinator.present | self._joining or status == EXIT_OK:
-            self._server.versions.release(replica)
+            self._server.reads_no_more(replica)
             self._coordinator.left(replica, "done")
             for worker in self._job.strategy.mesh.replica_ranks(replica):
                 update_workers_file(self._job.out, self._job.strategy.mesh.coordinate(worker), None)
@@ -197,7 +197,7 @@ class ReplicaMembership:
         self.starting.pop(replica, None)
         self._joining.discard(replica)
         self.pace.left(replica)
-        self._server.versions.release(replica)
+        self._server.reads_no_more(replica)
         self._coordinator.left(replica, "died")
         self.decided()
 
@@ -209,7 +209,7 @@ class ReplicaMembership:
         for pending in self._server.pending():  # one may have been published while the rest of its replica was killed
             self._context.take(*pending)
         if replica not in self._coordinator.present | self._joining:  # it was its last
-            self._server.versions.release(replica)
+            self._server.reads_no_more(replica)
             return
         completed = self._server.attempts[replica] - (replica in self._coordinator.computing)
         self._deaths.died(replica, completed, status)

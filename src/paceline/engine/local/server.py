@@ -65,7 +65,7 @@ class SharedMemoryServer:
         resume = context.run.job.resume
         self.version: Version = 0 if resume is None else resume.run.coordinator.version
         self.versions = VersionPool(context.arena)
-        """A replica whose worker has exited reads no version any more: release it here."""
+        """See :meth:`reads_no_more` for a replica whose worker has exited."""
         self.attempts = [position.attempt for position in context.run.positions]
         """The newest attempt that each replica was granted."""
         self._control.begin_at(self.attempts, self.version)
@@ -107,6 +107,11 @@ class SharedMemoryServer:
         self._control.write_grant(replica, Grant(attempt, 0, 0, self.version, 0, 0, 0, 0, 0, 0))
         held = {slot for (each, _), (slot, _) in self._undecided.items() if each == replica}
         self._free_slots[replica] = [slot for slot in reversed(range(self._slots)) if slot not in held]
+
+    def reads_no_more(self, replica: ReplicaId) -> None:
+        """Release the version that a replica whose worker has exited reads, unless an update needs it for its Δ."""
+        if not (self._context.run.keeps_read and any(each == replica for each, _ in self._undecided)):
+            self.versions.release(replica)
 
     # ----------------------------------------------------------------------------------------------------- completions
 

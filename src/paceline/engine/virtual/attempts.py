@@ -127,8 +127,10 @@ class Attempts:
 
     def kept(self, action: Apply) -> list[FlatState]:
         """Return the A that each Δ of an update was computed of; none where that is not kept."""
+        if not self._keeps_read:
+            return []
         attempts = [self.arrived[a.replica, a.clock] for a, _ in action.deltas]
-        return [each.read for each in attempts if each.keeps_read and each.read is not None]
+        return [each.read for each in attempts if each.read is not None]
 
     def take(self, replica: ReplicaId, clock: Clock) -> PendingDelta | None:
         """Return an attempt whose Δ is to be applied or discarded; None: it was taken before."""
