@@ -156,6 +156,10 @@ def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch, address: int, a
         server.shutdown(socket.SHUT_RDWR)
     for connection in connections:
         connection.close()
+    for thread in threading.enumerate():  # it would connect again for as long as a job may take to start
+        if thread.name.startswith("paceline-what listens"):
+            thread.join(10 * rendezvous.ANSWER_S)
+            assert not thread.is_alive()
 
 
 def test_a_missing_rank_0_is_named(address: int) -> None:

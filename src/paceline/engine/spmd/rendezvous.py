@@ -206,10 +206,12 @@ def job_store(rank: int, timeout_s: Seconds) -> Store:
                 master_listen_fd=fd,
             )
     _wait_for_listener(rank, host, port, timeout_s)
+    answer_s = min(timeout_s, ANSWER_S)
     try:
-        return bounded(
-            lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=bound),
-            min(timeout_s, ANSWER_S),
+        store = bounded(
+            # of a stranger it asks again until the time is up: no longer than it is waited for
+            lambda: TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=answer_s)),
+            answer_s,
             f"what listens at port {port}",
         )
     except (RuntimeError, WorkerError) as error:
@@ -217,6 +219,8 @@ def job_store(rank: int, timeout_s: Seconds) -> Store:
             f"rank {rank} found no store of torch at MASTER_ADDR={host} MASTER_PORT={port}: {holder_of(port)} "
             f"({str(error).splitlines()[0]}); write another MASTER_PORT, for instance {_free_port(host)}"
         ) from error
+    store.set_timeout(bound)
+    return store
 
 
 def _address() -> tuple[str, int]:
