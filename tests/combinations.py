@@ -34,6 +34,7 @@ OPTIONS = {
     "decoupled": ":period=2",
     "elastic-averaging": ":period=2,elasticity=0.1",
     "local-steps": ":period=2",
+    "sandblaster": ":portions=3",
     "smooth-switch": ":every=3",
     "stale-synchronous": ":bound=2",
 }
@@ -120,7 +121,7 @@ def _told_of(cell: Cell, name: str, told: str) -> str:
 @functools.cache
 def oracle(policy: str) -> Mapping[str, Tensor]:
     """What one process comes to: a lone replica's gradients are applied one after the other, whoever decides it."""
-    own = policy in ("decoupled", "elastic-averaging", "local-steps")
+    own = policy in ("decoupled", "elastic-averaging", "local-steps", "sandblaster")
     return dict(_run(f"aggregation={policy}{OPTIONS[policy]}" if own else "", "virtual").state)
 
 

@@ -27,6 +27,7 @@ POLICIES = (
     "robust",
     "delay-compensated",
     "deadline",
+    "sandblaster",
     "hogwild",
 )
 ROWS = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", PAGE, re.M)

@@ -85,6 +85,8 @@ CASES = [
     ("local", "replicas=3", {"policy": Reduced(Change(2))}),
     ("local", "replicas=3", {"policy": Reduced(held=2)}),
     ("ray", "replicas=3 aggregation=delay-compensated pull_ahead=true", {}),
+    ("ray", "replicas=2 compression=fp16 aggregation=sandblaster", {}),
+    ("local", "replicas=2 aggregation=sandblaster", {"on_nonfinite": "skip"}),
     ("local", "shards=2 aggregation=hogwild", {}),
     ("local", "stages=2 aggregation=hogwild", {}),
     ("virtual", "replicas=2 aggregation=hogwild", {}),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.aggregation.asynchronous import Asynchronous
-    from paceline.aggregation.base import Aggregation, Apply, Arrival, Cancel, Decision, Discard, Release
+    from paceline.aggregation.base import Aggregation, Apply, Arrival, Cancel, Decision, Discard, Portion, Release
     from paceline.aggregation.buffered import Buffered
     from paceline.aggregation.deadline import Deadline
     from paceline.aggregation.decoupled import Decoupled
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from paceline.aggregation.hogwild import Hogwild
     from paceline.aggregation.local_steps import LocalSteps
     from paceline.aggregation.robust import Robust
+    from paceline.aggregation.sandblaster import Sandblaster
     from paceline.aggregation.smooth_switch import SmoothSwitch
     from paceline.aggregation.stale_synchronous import StaleSynchronous
     from paceline.aggregation.synchronous import Synchronous
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from paceline.core.registry import register
     from paceline.engine.distributed.sync_batchnorm import synchronised_batchnorm
     from paceline.engine.worker import Worker
-    from paceline.optim import Lamb, Lars, scaled_learning_rate, warmup
+    from paceline.optim import LBFGS, Lamb, Lars, scaled_learning_rate, warmup
     from paceline.planner.policies import Pace, pace
     from paceline.program import Program
     from paceline.reduction.base import Reducer, Reduction
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
+__all__ = [  # noqa: RUF022 (LBFGS is no constant)
     "Aggregation",
     "Apply",
     "Arrival",
@@ -72,6 +73,7 @@ __all__ = [
     "ElasticAveraging",
     "Hogwild",
     "InputError",
+    "LBFGS",
     "Lamb",
     "Lars",
     "LocalSteps",
@@ -79,12 +81,14 @@ __all__ = [
     "Pace",
     "PacelineError",
     "Plans",
+    "Portion",
     "Program",
     "Reducer",
     "Reduction",
     "Release",
     "Robust",
     "Run",
+    "Sandblaster",
     "SmoothSwitch",
     "StaleSynchronous",
     "Strategy",
@@ -115,8 +119,8 @@ __all__ = [
 # Module -> the public names in it.
 _NAMES = {
     "aggregation": "Aggregation Asynchronous Buffered Deadline Decoupled DelayCompensated ElasticAveraging Hogwild "
-    "LocalSteps Robust SmoothSwitch StaleSynchronous Synchronous",
-    "aggregation.base": "Apply Arrival Cancel Decision Discard Release",
+    "LocalSteps Robust Sandblaster SmoothSwitch StaleSynchronous Synchronous",
+    "aggregation.base": "Apply Arrival Cancel Decision Discard Portion Release",
     "api.compare": "Comparison compare",
     "api.plan": "Plans plan",
     "api.predictor": "predict predictor",
@@ -127,7 +131,7 @@ _NAMES = {
     "core.registry": "register",
     "engine.distributed.sync_batchnorm": "synchronised_batchnorm",
     "engine.worker": "Worker",
-    "optim": "Lamb Lars scaled_learning_rate warmup",
+    "optim": "LBFGS Lamb Lars scaled_learning_rate warmup",
     "planner.policies": "Pace pace",
     "program": "Program",
     "reduction": "Reducer Reduction",

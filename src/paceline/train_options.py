@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, cast, get_args
 
 from torch.utils.data import DataLoader
 
@@ -27,9 +27,9 @@ from paceline.core.types import Seconds
 from paceline.device import resolved
 from paceline.engine.base import Budget, BudgetUnit, Condition, Engine, Job, OnDeath, OnNonFinite
 from paceline.engine.dry_run import DryRun, dry_run
-from paceline.engine.run_context import first_batch
+from paceline.engine.run_context import first_batch, order_of
 from paceline.engine.run_state import ResumePoint
-from paceline.program import Program, is_source
+from paceline.program import Data, Program, is_source, length
 from paceline.strategy import Strategy
 from paceline.support import Case
 
@@ -191,11 +191,14 @@ def job_of(program: Program, strategy: Strategy | str, engine: Engine, options: 
         )
     # What a policy leaves open (a learning rate, the number of replicas) is fixed here once, for every engine alike.
     aggregation = strategy.aggregation.resolved(learning_rate=seen.learning_rate, replicas=strategy.replicas)
+    if seen.on_losses:
+        _check_evaluations(draft, case, options)
     job = replace(
         draft,
         program=replace(program, metrics=seen.metrics),
         strategy=replace(strategy, aggregation=aggregation),
         running_buffers=seen.running_buffers,
+        on_losses=seen.on_losses,
         engine=engine.name,
         delay=_parsed(Delay, "delay", options.delay),
         times=_parsed(Times, "times", options.times),
@@ -252,6 +255,11 @@ def _check_data(program: Program, strategy: Strategy, budget: Budget) -> None:
         raise InputError(
             "epochs= needs a training set of known length, but train= is a function; write steps= or seconds="
         )
+    if strategy.aggregation.portions is not None:
+        raise InputError(
+            f"aggregation={text_of(strategy.aggregation)} cuts batches of a training set of known length into "
+            "portions, but train= is a function, which makes the batches of each replica; write train= as a data set"
+        )
     if strategy.partition != "global":
         raise InputError(
             f"partition={strategy.partition} needs a training set to divide, but train= is a function, which divides "
@@ -273,6 +281,42 @@ def _condition(text: str) -> Condition:
     if match is None or match[3].count(".") > 1:
         raise InputError(f"until={text!r} is no condition; write until='test_accuracy>=0.97'")
     return Condition(match[1], match[2] == ">=", float(match[3]))
+
+
+def _check_evaluations(job: Job, case: Case, options: TrainOptions) -> None:
+    """Raise InputError unless each update is an evaluation of the same samples, as an optimizer on losses needs it."""
+    strategy, order, what = job.strategy, order_of(job), "an optimizer on losses, as LBFGS,"
+    policy = strategy.aggregation
+    whole = policy.collective is not None or policy.portions is not None
+    if not (policy.current and whole and isinstance(policy.delta, Gradient)):
+        raise InputError(
+            f"{what} needs loss and gradient of all samples at one A, but aggregation={text_of(policy)} combines Δs of "
+            "others, or of some; write aggregation=sandblaster, or aggregation=synchronous"
+        )
+    if not case.served and "no-server" in case.features:
+        raise InputError(
+            f"{what} needs the loss of all replicas, which ranks in lockstep do not exchange; write "
+            "aggregation=sandblaster, or engine=local"
+        )
+    if job.program.clip_norm is not None:
+        raise InputError(
+            f"{what} takes Δ for the gradient of the loss, which clip_norm={job.program.clip_norm} makes it not; write "
+            "clip_norm=None"
+        )
+    if getattr(strategy.aggregation, "combine", "mean") != "mean" or options.on_nonfinite == "skip":
+        raise InputError(
+            f"{what} needs the mean over all samples of each batch; write combine=mean and on_nonfinite='stop'"
+        )
+    rounds = order.rounds_per_epoch(0) if order is not None else None
+    if order is None or rounds != strategy.accumulate:
+        shares = (strategy.aggregation.portions or strategy.replicas) * strategy.accumulate
+        each = -(-length(cast(Data, job.program.train)) // shares) if order is not None else None
+        instead = f"batch_size={each}" if each is not None else "train= as a data set"
+        of = f"a round of {shares} batches is a part of them" if rounds else "train is a function"
+        raise InputError(
+            f"{what} compares losses at different A, so each update must be of all samples of the training set, but "
+            f"{of}; write {instead}, or aggregation=sandblaster:portions= with as many portions as it has batches"
+        )
 
 
 def _check_condition(budget: Budget, program: Program, seen: DryRun, options: TrainOptions) -> None:

@@ -24,11 +24,17 @@ class World:
     """Replicas as the contract draws them: computing, waiting, or gone."""
 
     def __init__(self, policy: Aggregation[Any], replicas: int) -> None:
-        self.policy, self.state = policy, policy.start(replicas)
+        self.policy, self.deals = policy, policy.portions is not None
+        self.state = policy.start(0 if self.deals else replicas)
         self.version = 0
         self.time_s = 0.0
         self.ticks: list[float] = []
-        self.computing = dict.fromkeys(range(replicas), 0)  # replica -> the version it has read
+        # replica -> the version it has read
+        self.computing = {} if self.deals else dict.fromkeys(range(replicas), 0)
+        self.portions: dict[int, tuple[int, int]] = {}
+        """(batch, number) of the portion that each replica was given last."""
+        self.given: dict[tuple[int, int], tuple[int, int]] = {}
+        """The same of each Δ that is held, by replica and clock."""
         self.waiting: set[int] = set()
         self.gone: list[int] = []
         self.clocks = dict.fromkeys(range(replicas), 0)
@@ -37,6 +43,9 @@ class World:
         self.discarded: list[Arrival] = []
         self.log: list[Action] = []
         self.ending = False
+        for replica in range(replicas) if self.deals else ():
+            self.waiting.add(replica)
+            self._obey("joined", replica)
 
     @property
     def alive(self) -> set[int]:
@@ -76,6 +85,8 @@ class World:
         arrival = Arrival(replica, self.computing.pop(replica), clock, samples, self.time_s, loss=1 / clock)
         self.waiting.add(replica)
         self.held.append(arrival)
+        if self.deals:
+            self.given[replica, clock] = self.portions.pop(replica)
         self._obey("arrived", arrival)
 
     def leave(self, replica: int, reason: str = "died") -> None:
@@ -87,7 +98,10 @@ class World:
 
     def join(self, replica: int) -> None:
         self.gone.remove(replica)
-        self.computing[replica] = self.version
+        if self.deals:
+            self.waiting.add(replica)
+        else:
+            self.computing[replica] = self.version
         self._obey("joined", replica)
 
     def _obey(self, method: str, *args: Any) -> None:
@@ -106,18 +120,27 @@ class World:
             case Apply(deltas):
                 names = [(a.replica, a.clock) for a, _ in deltas]
                 assert deltas
-                assert names == sorted(set(names)), "the sum is in ascending order"
+                if self.deals:
+                    batch = self.given[names[0]][0]
+                    every = [(batch, number) for number in range(self.policy.portions or 0)]
+                    assert [self.given[name] for name in names] == every, "each portion of one batch, in their order"
+                else:
+                    assert names == sorted(set(names)), "the sum is in ascending order"
                 self._settle(self.applied, [a for a, _ in deltas])
                 self.version += 1
             case Discard(arrivals):
                 self._settle(self.discarded, list(arrivals))
-            case Release(replicas):
+            case Release(replicas, portions):
+                assert len(portions) == (len(replicas) if self.deals else 0)
+                self.portions |= {r: (p.batch, p.number) for r, p in zip(replicas, portions, strict=False)}
                 assert list(replicas) == sorted(set(replicas))
                 assert self.waiting.issuperset(replicas), "only who waits can be released"
                 self.waiting.difference_update(replicas)
                 self.computing |= dict.fromkeys(replicas, self.version)
                 yield from replicas
-            case Cancel(replicas):
+            case Cancel(replicas, portions):
+                assert len(portions) == (len(replicas) if self.deals else 0)
+                self.portions |= {r: (p.batch, p.number) for r, p in zip(replicas, portions, strict=False)}
                 assert set(replicas) <= set(self.computing), "only who computes can be cancelled"
                 for replica in replicas:
                     self.clocks[replica] += 1

@@ -45,6 +45,9 @@ TEXTS = [
     "decoupled:quorum=all,hold=true,grace=2",
     "robust:by=(krum:faulty=2),k=3",
     "deadline:seconds=0.5,least=2",
+    "sandblaster:portions=1",
+    "sandblaster:portions=3",
+    "sandblaster:portions=5,backups=false",
 ]
 
 PATIENT = {"synchronous", "asynchronous", "stale-synchronous", "smooth-switch", "buffered", "local-steps", "hogwild"}

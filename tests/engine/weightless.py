@@ -10,7 +10,7 @@ from paceline.aggregation.base import Apply, Arrival
 from paceline.clock.distributions import parse as distribution
 from paceline.clock.times import EventQueue
 from paceline.core.data_order import BatchRange, DataOrder, DataPosition
-from paceline.engine.batch_dispatcher import BatchDispatcher, dispatcher_of
+from paceline.engine.batch_dispatcher import BatchDispatcher, Dispatcher, dispatcher_of
 from paceline.engine.budget import StepQuota, Unbounded
 from paceline.engine.coordinator import Coordinator
 
@@ -25,6 +25,7 @@ class Weightless:
         samples: of the k-th Δ (from 0) of a replica.
         order: of the data; None: each replica counts its own batches.
         parks: whether replicas that are done may be called back.
+        dispatcher: of batches; None: one of these.
     """
 
     def __init__(
@@ -37,10 +38,11 @@ class Weightless:
         finite: Any = lambda replica, k: True,
         order: DataOrder | None = None,
         parks: bool = False,
+        dispatcher: Dispatcher | None = None,
     ) -> None:
         self.policy = parse(aggregation) if isinstance(aggregation, str) else aggregation
         quota, owners = allowance or Unbounded(1), range(replicas)
-        self.dispatcher = dispatcher_of(quota, replicas)
+        self.dispatcher: Dispatcher = dispatcher or dispatcher_of(self.policy, replicas, quota)
         if order is not None:
             shared = order.replicas < replicas
             start = DataPosition(order, (0,) * order.replicas)

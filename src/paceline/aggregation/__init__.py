@@ -19,6 +19,7 @@ from paceline.aggregation.local_steps import LocalSteps, Outer
 from paceline.aggregation.loss_driven import LossDriven
 from paceline.aggregation.plateau import Plateau
 from paceline.aggregation.robust import Robust
+from paceline.aggregation.sandblaster import Sandblaster
 from paceline.aggregation.smooth_switch import SmoothSwitch
 from paceline.aggregation.stale_synchronous import StaleSynchronous
 from paceline.aggregation.synchronous import Synchronous
@@ -49,6 +50,7 @@ __all__ = [
     "PerLearningRate",
     "Plateau",
     "Robust",
+    "Sandblaster",
     "SmoothSwitch",
     "StaleSynchronous",
     "Step",

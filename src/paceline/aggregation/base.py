@@ -91,11 +91,24 @@ class Apply:
         return len(self.deltas) == 1 and self.deltas[0][1] == 1.0
 
 
+class Portion(NamedTuple):
+    """The data of a Δ, of a policy that has :attr:`~Aggregation.portions`."""
+
+    number: int
+    """Of the portion: 0 to portions - 1."""
+    batch: int
+    """Number of the batch since the policy started; it may be given to several replicas."""
+
+
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Send these replicas the A of this point in the log and let them go on."""
+    """Send these replicas the A of this point in the log and let them go on.
+
+    Where the policy has :attr:`~Aggregation.portions` of a batch, each with the portion that it is to compute.
+    """
 
     replicas: tuple[ReplicaId, ...]
+    portions: tuple[Portion, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +120,13 @@ class Discard:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Let these replicas stop computing, take the A of this point in the log and begin anew."""
+    """Let these replicas stop computing, take the A of this point in the log and begin anew.
+
+    With the portions that they are to compute then, as in :class:`Release`.
+    """
 
     replicas: tuple[ReplicaId, ...]
+    portions: tuple[Portion, ...] = ()
 
 
 Action: TypeAlias = Apply | Release | Discard | Cancel
@@ -154,6 +171,21 @@ class Aggregation(ABC, Generic[S]):
         return None
 
     @property
+    def current(self) -> bool:
+        """Whether all Δs of an update are of the A that it updates."""
+        return self.collective is not None
+
+    @property
+    def portions(self) -> int | None:
+        """Number of portions into which each batch is cut, where the policy says who computes which of them.
+
+        The data are divided as among so many replicas. :meth:`start` is called without replicas; those of the start are
+        told to :meth:`joined`, as all others are, which has to release them with their portion.
+        None: each replica takes the batches of its own stream.
+        """
+        return None
+
+    @property
     def reducer(self) -> Reducer | None:
         """How the Δs of an update are combined; None: as Σ weight·Δ."""
         return None
@@ -188,7 +220,10 @@ class Aggregation(ABC, Generic[S]):
 
     @abstractmethod
     def joined(self, state: S, replica: ReplicaId) -> tuple[S, Decision]:
-        """Take in a replica, new or back, that computes from the current A (the engine sends it by itself)."""
+        """Take in a replica, new or back, that computes from the current A (the engine sends it by itself).
+
+        Where the policy has :attr:`portions`, it has to release the replica.
+        """
 
     @abstractmethod
     def waits_for(self, state: S) -> int:

@@ -81,7 +81,8 @@ class LocalSteps(Aggregation[Any]):
 
     def __post_init__(self) -> None:
         check_int("local-steps:period", self.period, least=1)
-        if not isinstance(self.over, Aggregation) or not isinstance(self.over.delta, Gradient):
+        dealt = isinstance(self.over, Aggregation) and self.over.portions is not None
+        if dealt or not isinstance(self.over, Aggregation) or not isinstance(self.over.delta, Gradient):
             raise InputError(
                 f"over={self.over} can't combine parameter changes, for it has a Δ of its own; "
                 "write a policy that takes gradients, as over=synchronous or over=asynchronous."

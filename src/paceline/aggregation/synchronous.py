@@ -50,6 +50,10 @@ class Synchronous(Aggregation[Round]):
     def collective(self) -> Combine | None:
         return None if self.backups else self.combine
 
+    @property
+    def current(self) -> bool:
+        return True
+
     def resolved(self, *, learning_rate: float | None, replicas: int) -> "Synchronous":
         del learning_rate
         if self.backups >= replicas:

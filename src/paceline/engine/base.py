@@ -76,6 +76,8 @@ class Job:
     """Name of the engine that was asked for; ranks of a local run have this one, too."""
     running_buffers: tuple[str, ...] = ()
     """Names of the buffers that a training step writes; they are part of Δ and A."""
+    on_losses: bool = False
+    """Whether the optimizer's steps take the loss, too."""
     delay: Delay | None = None
     times: Times | None = None
     """Simulated durations, of the virtual engine."""

@@ -11,17 +11,55 @@ take it begin the next epoch. Where replicas come and go no stream has an owner:
 """
 
 from collections.abc import Collection
+from typing import Any, Protocol
 
+from paceline.aggregation.base import Aggregation, Portion
 from paceline.core.data_order import BatchRange, DataPosition, Outstanding
 from paceline.core.types import Clock, ReplicaId
-from paceline.engine.budget import StepQuota
+from paceline.engine.budget import StepQuota, Unbounded
 
 # Nothing to compute: the replica's share of the budget is spent.
 NO_BATCHES = BatchRange(0, 0, 0)
 
 
+class Dispatcher(Protocol):
+    """Gives batches to replicas, within the budget."""
+
+    @property
+    def quota(self) -> StepQuota:
+        """Return what each replica may still spend of the budget."""
+
+    def take(
+        self, replica: ReplicaId, clock: Clock, portion: Portion | None = None, *, nothing: bool = False
+    ) -> BatchRange:
+        """Return the batches of a replica's next Δ, its ``clock``-th; none where its share of the budget is spent.
+
+        Args:
+            replica: that is to compute.
+            clock: number of the Δ.
+            portion: that the policy has given it; None: the policy deals out none.
+            nothing: whether the replica is to compute no more.
+        """
+
+    def settled(self, replica: ReplicaId, clock: Clock) -> None:
+        """Note that a Δ was applied, discarded or cancelled."""
+
+    def lost(self, replica: ReplicaId, clock: Clock) -> None:
+        """Let others take the batches of a Δ that will never arrive."""
+
+    def abandon(self, replica: ReplicaId) -> None:
+        """Let others take what the stream of a replica has left, for it has died."""
+
+    def reclaim(self, replica: ReplicaId) -> None:
+        """Give a replica that has come back its stream again, from where the others have left it."""
+
+    @property
+    def position(self) -> DataPosition:
+        """Return how far the run has come."""
+
+
 class BatchDispatcher:
-    """Gives batches to replicas.
+    """Gives each replica the batches of its own stream, or of one that all share.
 
     Args:
         quota: what each replica may spend of the budget.
@@ -61,8 +99,12 @@ class BatchDispatcher:
             else:
                 self._reserved[replica] = batches
 
-    def take(self, replica: ReplicaId, clock: Clock) -> BatchRange:
-        """Return the batches of a replica's next Δ, its ``clock``-th; none where its share of the budget is spent."""
+    def take(
+        self, replica: ReplicaId, clock: Clock, portion: Portion | None = None, *, nothing: bool = False
+    ) -> BatchRange:
+        del portion
+        if nothing:
+            return NO_BATCHES
         if (reserved := self._reserved.pop(replica, None)) is not None:
             batches = self._split(reserved)
         elif self._returned or self._open:
@@ -157,6 +199,66 @@ class BatchDispatcher:
             self._return(batches)
 
 
-def dispatcher_of(quota: StepQuota, replicas: int) -> BatchDispatcher:
-    """Return the dispatcher of a run without data, in which each replica counts its own batches."""
+class PortionDispatcher:
+    """Gives replicas the portions that the policy says; all of a batch is in the budget, or none.
+
+    ::
+
+        stream 0   |0|1|2|...    one portion of each batch; number k of all streams together is batch k, as a round of
+        stream 1   |0|1|2|...    as many replicas would be
+        stream 2   |0|1|2|...
+
+    Where a run goes on it begins with the first batch that was not applied: which replica has computed what of it makes
+    no difference.
+
+    Args:
+        budget: of each stream, as if a replica computed it.
+        position: how far the run has come in its data.
+    """
+
+    def __init__(self, budget: StepQuota, position: DataPosition) -> None:
+        self._budget, self._order, self._streams = budget, position.order, len(position.taken)
+        self.quota = Unbounded(budget.micro_steps)
+        """No replica has a share of the budget of its own."""
+        self._first = min([*position.taken, *(each.batches.first for each in position.outstanding)])
+        """Number in each stream of the portions of the policy's batch 0."""
+        self._newest = 0
+        """The policy's newest batch."""
+        self._granted: dict[int, bool] = {}
+        """Whether that is in the budget."""
+
+    def take(
+        self, replica: ReplicaId, clock: Clock, portion: Portion | None = None, *, nothing: bool = False
+    ) -> BatchRange:
+        del replica, clock
+        assert portion is not None, "the policy deals out portions"
+        first, size = self._first + portion.batch * self.quota.micro_steps, self.quota.micro_steps
+        if portion.batch not in self._granted:
+            grants = [self._budget.grant(stream, BatchRange(stream, first, size)) for stream in range(self._streams)]
+            self._newest, self._granted = portion.batch, {portion.batch: any(grants)}
+        granted = self._granted[portion.batch] and not nothing
+        return BatchRange(portion.number, first, size) if granted else NO_BATCHES
+
+    def settled(self, replica: ReplicaId, clock: Clock) -> None:
+        """Do nothing, as the next ones: the policy gives a portion to others where that is needed."""
+
+    def lost(self, replica: ReplicaId, clock: Clock) -> None:
+        """Do nothing."""
+
+    def abandon(self, replica: ReplicaId) -> None:
+        """Do nothing."""
+
+    def reclaim(self, replica: ReplicaId) -> None:
+        """Do nothing."""
+
+    @property
+    def position(self) -> DataPosition:
+        taken = self._first + self._newest * self.quota.micro_steps
+        return DataPosition(self._order, (taken,) * self._streams)
+
+
+def dispatcher_of(policy: Aggregation[Any], replicas: int, quota: StepQuota) -> Dispatcher:
+    """Return the dispatcher of a run without data, in which each replica, or portion, counts its own batches."""
+    if policy.portions is not None:
+        return PortionDispatcher(quota, DataPosition(None, (0,) * policy.portions))
     return BatchDispatcher(quota, DataPosition(None, (0,) * replicas), range(replicas))

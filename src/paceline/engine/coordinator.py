@@ -17,13 +17,13 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from paceline.aggregation import text_of
-from paceline.aggregation.base import Action, Aggregation, Apply, Arrival, Decision, Discard, Release
+from paceline.aggregation.base import Action, Aggregation, Apply, Arrival, Cancel, Decision, Discard, Portion, Release
 from paceline.aggregation.state_codec import decode, encode, kind
 from paceline.core.data_order import BatchRange
 from paceline.core.errors import PacelineError
 from paceline.core.records import ReplicaPosition
 from paceline.core.types import Clock, LeaveReason, ReplicaId, Seconds, Version
-from paceline.engine.batch_dispatcher import NO_BATCHES, BatchDispatcher
+from paceline.engine.batch_dispatcher import Dispatcher
 from paceline.engine.coordinator_state import CoordinatorState, Tally
 
 
@@ -64,7 +64,7 @@ class Coordinator:
         self,
         policy: Aggregation[Any],
         replicas: int,
-        dispatcher: BatchDispatcher,
+        dispatcher: Dispatcher,
         executor: DecisionExecutor,
         positions: Sequence[ReplicaPosition] | None = None,
         resumed: CoordinatorState | None = None,
@@ -73,7 +73,9 @@ class Coordinator:
         parks: bool = False,
     ) -> None:
         self._policy, self._dispatcher, self._executor, self._parks = policy, dispatcher, executor, parks
-        self._state = policy.start(replicas)
+        self._deals = policy.portions is not None
+        """Whether the policy says which portion of a batch each replica computes."""
+        self._state = policy.start(0 if self._deals else replicas)
         self._held: dict[tuple[ReplicaId, Clock], Arrival] = {}
         self._parked: list[ReplicaId] = []
         """Replicas whose share of the budget is spent, and that were not dismissed."""
@@ -81,6 +83,8 @@ class Coordinator:
         """Replicas that are to leave instead of going on."""
         self._leaving: deque[ReplicaId] = deque()
         """Replicas that are done, of which the policy does not know yet."""
+        self._portions_next: dict[ReplicaId, Portion | None] = {}
+        """Of replicas whose attempt was cancelled: the portion with which they go on."""
         self._granted: dict[ReplicaId, int] = {}
         """Micro-steps of the newest Δ of each replica, in the order in which they were granted."""
         self._unfinished: deque[Action] = deque()
@@ -137,7 +141,10 @@ class Coordinator:
             self._go_on_with(self.kept)
             return
         for replica in sorted(self.present):
-            self._go_on(replica)
+            if self._deals:
+                self._decide(*self._policy.joined(self._state, replica))
+            else:
+                self._go_on(replica)
         self._report_left()
 
     def state(self) -> CoordinatorState:
@@ -232,7 +239,7 @@ class Coordinator:
         self.tally.cancelled += 1
         self._count(replica)
         self._dispatcher.settled(replica, self.positions[replica].attempt)
-        self._go_on(replica)
+        self._go_on(replica, self._portions_next.pop(replica, None))
         self._report_left()
 
     def left(self, replica: ReplicaId, reason: LeaveReason) -> None:
@@ -257,7 +264,8 @@ class Coordinator:
         self.present.add(replica)
         self._dispatcher.reclaim(replica)
         self._decide(*self._policy.joined(self._state, replica))
-        self._go_on(replica)
+        if not self._deals:
+            self._go_on(replica)
         self._report_left()
 
     def admit(self, replica: ReplicaId) -> None:
@@ -329,8 +337,8 @@ class Coordinator:
             tally.recent_applied += len(arrivals)
             self.version += 1
         elif isinstance(action, Release):
-            for replica in action.replicas:
-                self._go_on(replica)
+            for replica, portion in zip(action.replicas, self._portions(action), strict=True):
+                self._go_on(replica, portion)
         elif isinstance(action, Discard):
             self._check_held(action.arrivals)
             for arrival in action.arrivals:
@@ -339,12 +347,13 @@ class Coordinator:
             self.tally.discarded += len(action.arrivals)
             self._executor.discard(action.arrivals)
         else:
-            for replica in action.replicas:
+            for replica, portion in zip(action.replicas, self._portions(action), strict=True):
                 if replica in self.computing:
                     self.cancelling.add(replica)
+                    self._portions_next[replica] = portion
                     self._executor.cancel(replica)
                 else:
-                    self._go_on(replica)
+                    self._go_on(replica, portion)
 
     def _count(self, replica: ReplicaId) -> None:
         """Count an attempt that has ended."""
@@ -364,7 +373,16 @@ class Coordinator:
                 f"but holds {sorted(self._held)}: each Δ must be applied or discarded exactly once"
             )
 
-    def _go_on(self, replica: ReplicaId) -> None:
+    def _portions(self, action: Release | Cancel) -> Sequence[Portion | None]:
+        """Return the portion of each replica that goes on, None where the policy deals out none."""
+        if len(action.portions) != len(action.replicas) * self._deals:
+            raise PacelineError(
+                f"{text_of(self._policy)} let {len(action.replicas)} replicas go on with {len(action.portions)} "
+                f"portions; each needs {'one' if self._deals else 'none'}, as its portions is {self._policy.portions}"
+            )
+        return action.portions or [None] * len(action.replicas)
+
+    def _go_on(self, replica: ReplicaId, portion: Portion | None = None) -> None:
         """Send a replica A for its next Δ, or dismiss it if its share of the budget is spent."""
         if replica not in self.present:
             return
@@ -376,7 +394,7 @@ class Coordinator:
         self._granted.pop(replica, None)  # so that the newest grant comes last
         departs = replica in self.departing
         clock = self.positions[replica].attempt + 1
-        batches = NO_BATCHES if departs else self._dispatcher.take(replica, clock)
+        batches = self._dispatcher.take(replica, clock, portion, nothing=departs)
         self._granted[replica] = batches.size
         if batches.size:
             self.computing.add(replica)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from paceline.checkpoint.fingerprint import fingerprint, optimizer_fields, scheduler_text
 from paceline.comm.shared_memory import SpillAllocator
 from paceline.core.errors import InputError, PacelineError
+from paceline.optim.lbfgs import LossOptimizer
 from paceline.program import Program, Tree, accuracy, call, leaves
 from paceline.replica.base import Batch
 from paceline.replica.capture.input_spec import resized
@@ -38,6 +39,8 @@ class DryRun:
     """Names of the trainable parameters that forward or backward wrote."""
     learning_rate: float | None
     """Learning rate of the optimizer's first group."""
+    on_losses: bool
+    """Whether the optimizer's steps take the loss, too."""
     fingerprint: Mapping[str, str]
     """What tells this program from others."""
 
@@ -90,6 +93,7 @@ def _step(program: Program, batch: Batch) -> DryRun:
         _changed(module.named_buffers(), buffers),
         written,
         None if rate is None else float(rate),
+        isinstance(optimizer, LossOptimizer),
         fields,
     )
 
@@ -162,7 +166,10 @@ def _optimizer(program: Program, parameters: Sequence[Tensor]) -> Optimizer:
             "write optimizer=functools.partial(torch.optim.SGD, lr=0.01)"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise InputError("LBFGS calls the loss several times a step, which no engine supports; write torch.optim.SGD")
+        raise InputError(
+            "torch's LBFGS calls the loss several times a step, but here each update is made of one evaluation; write "
+            "optimizer=paceline.LBFGS, which makes the same steps"
+        )
     return optimizer
 
 

@@ -156,9 +156,9 @@ class RunLoop:
         while self.timed and self._schedule.next < time_s and self._schedule.next <= self.end_s * (1 + 1e-12):
             self._evaluate(min(self._schedule.step_over(), self.end_s))
 
-    def evaluate_final(self, now: Seconds) -> None:
-        """Have the last A evaluated, unless it already is."""
-        if self.timed or self.history.last != (self.coordinator.version, self.coordinator.tally.gradients):
+    def evaluate_final(self, now: Seconds, *, moved: bool = False) -> None:
+        """Have the last A evaluated, unless it already is and has not ``moved`` since."""
+        if moved or self.timed or self.history.last != (self.coordinator.version, self.coordinator.tally.gradients):
             self._evaluate(now)
 
     def keep(self, records: Iterable[Record]) -> None:

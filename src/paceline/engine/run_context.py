@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from paceline.aggregation.base import Aggregation
+from paceline.aggregation.base import Aggregation, Need
 from paceline.aggregation.state_codec import kind
 from paceline.core.data_order import DataOrder, DataPosition, Outstanding
 from paceline.core.delta import Accumulated, Change, Delta, Distance, Gradient, InPlace
@@ -19,7 +19,7 @@ from paceline.core.records import ReplicaPosition
 from paceline.core.types import ReplicaId
 from paceline.device import CPU, count, kept_generators, of_worker
 from paceline.engine.base import Job
-from paceline.engine.batch_dispatcher import BatchDispatcher
+from paceline.engine.batch_dispatcher import BatchDispatcher, Dispatcher, PortionDispatcher
 from paceline.engine.budget import Epochs, StepQuota, Steps, Unbounded
 from paceline.engine.run_state import ResumePoint, RunState
 from paceline.program import Data, Program, is_source, length
@@ -55,6 +55,8 @@ class RunContext:
         """Kind of Δ that one push hands over: the policy's, accumulated if the strategy says so."""
         if isinstance(self.delta, Gradient) and strategy.accumulate > 1:
             self.delta = Accumulated(strategy.accumulate)
+        self.needs = self.policy.needs | ({"loss"} if job.on_losses else frozenset[Need]())
+        """Observations that the policy, or the optimizer, needs."""
         reducer = self.policy.reducer
         self.keeps_read = reducer is not None and reducer.reads
         """Whether an update needs the A that the replica of each of its Δs has read."""
@@ -74,6 +76,8 @@ class RunContext:
         self.same_order = True
         """Whether replicas take their batches in the order in which they took them before the run was resumed."""
         self._compiled: CompiledLoss | None = None
+        self._batches_before = 0
+        """Batches that were dealt out in portions, or steps of replicas, before the run was resumed."""
         self.epochs_before = 0.0
         """Epochs over a training set of another length, before the run was resumed."""
         if job.resume is not None:
@@ -93,6 +97,7 @@ class RunContext:
             self._held = tuple(each for each in run.data.outstanding if (each.replica, each.clock) in held)
         self.data = resumed_data(self.data, run, self.replicas, self._held)
         self.order, self.same_order = self.data.order, same_division(order, run.data.order)
+        self._batches_before = round(run.spent["steps"])
         elastic = self.job.strategy.elastic
         self.positions = resumed_positions(run, self.replicas, self.per_step, elastic=elastic)
         if order is not None and self.order == order and not self.same_order:
@@ -101,6 +106,8 @@ class RunContext:
     def _can_keep(self, resume: ResumePoint) -> bool:
         """Return whether the policy can go on with its state: it is of the same kind, and all that it held is there."""
         saved = resume.run.coordinator
+        if self.policy.portions is not None:  # the batch that was under way is dealt out anew
+            return False
         if saved.policy_kind != kind(self.policy) or (self.keeps_read and saved.held and not self._has_held):
             return False
         held = Counter(arrival.replica for arrival in saved.held)
@@ -109,8 +116,10 @@ class RunContext:
         fits = all(replica < self.replicas and count <= slots for replica, count in held.items())
         return fits and (self._has_held or not held or len(resume.held) == len(saved.held))
 
-    def dispatcher(self) -> BatchDispatcher:
+    def dispatcher(self) -> Dispatcher:
         """Return what gives replicas their batches, from where the run begins."""
+        if self.policy.portions is not None:
+            return PortionDispatcher(self._step_quota(), self.data)
         owners = range(0 if self.shares_stream else self.replicas)
         # A replica that writes A in place may be steps ahead of its grant, and knows its next batches by itself.
         hands_on = not isinstance(self.delta, InPlace)
@@ -123,8 +132,8 @@ class RunContext:
 
     @property
     def shares_stream(self) -> bool:
-        """Return whether all replicas take the batches of one stream, since their number may change."""
-        return self.order is not None and self.job.strategy.elastic
+        """Return whether no replica has a stream of its own: their number may change, or portions are dealt out."""
+        return self.order is not None and (self.job.strategy.elastic or self.policy.portions is not None)
 
     def _step_quota(self) -> StepQuota:
         """Return what each replica may spend of the budget."""
@@ -132,8 +141,12 @@ class RunContext:
         if budget.amount is None or budget.unit == "seconds":
             return Unbounded(each)
         if budget.unit == "steps":
-            left = (int(budget.amount) * self.per_step - position.spent for position in self.positions)
-            return Steps([max(0, rest) for rest in left], each)
+            steps = int(budget.amount) * self.per_step
+            if self.policy.portions is not None:  # a step computes all of a batch
+                spent = [self._batches_before * self.per_step] * self.policy.portions
+            else:
+                spent = [position.spent for position in self.positions]
+            return Steps([max(0, steps - before) for before in spent], each)
         assert self.order is not None, "epochs of a data source were not refused"
         samples = (budget.amount - self.epochs_before) * self.order.samples - self.data.samples
         return Epochs(samples, self.order, each)
@@ -154,7 +167,7 @@ class RunContext:
         On a CPU nothing is won. Else nobody may ask before: a loop that is given the loss, a policy that decides on
         what is in a Δ, or who discards what is not finite and goes on; and times are those of the device, if traced.
         """
-        job, asked = self.job, bool(self.policy.needs - {"server"})
+        job, asked = self.job, bool(self.needs - {"server"})
         asked |= job.loop is not None or job.noise_scale or job.trace or job.on_nonfinite == "skip"
         plain = isinstance(self.delta, (Gradient, Accumulated)) and not job.strategy.spread
         return plain and not asked and not job.survives_deaths and job.strategy.device != CPU.type
@@ -196,9 +209,9 @@ class RunContext:
         order = self.order
         if order is None:
             return []
-        stream = 0 if self.shares_stream else replica
-        rounds = order.batches_of_epoch(stream, order.first_whole_epoch)
-        sizes = dict.fromkeys(order.size(stream, rounds[round_]) for round_ in (0, -1))
+        streams = range(order.replicas) if self.shares_stream else [replica]
+        rounds = {stream: order.batches_of_epoch(stream, order.first_whole_epoch) for stream in streams}
+        sizes = dict.fromkeys(order.size(stream, rounds[stream][round_]) for round_ in (0, -1) for stream in streams)
         return [size for size in sizes if size]
 
     def device(self, replica: ReplicaId) -> str:
@@ -211,9 +224,10 @@ def order_of(job: Job) -> DataOrder | None:
     program, strategy = job.program, job.strategy
     if is_source(program.train):
         return None
-    batch_size = program.per_replica_batch(strategy.replicas, strategy.accumulate)
+    shares = strategy.aggregation.portions or strategy.replicas
+    batch_size = program.per_replica_batch(shares, strategy.accumulate)
     samples = length(cast(Data, program.train))
-    streams = 1 if strategy.elastic else strategy.replicas
+    streams = 1 if strategy.elastic and strategy.aggregation.portions is None else shares
     return DataOrder(samples, batch_size, streams, program.seed, strategy.partition)
 
 
@@ -267,7 +281,8 @@ def resumed_positions(run: RunState, replicas: int, per_step: int, *, elastic: b
         present = run.coordinator.present
         fewest = min((known[each].spent for each in present), default=max(position.spent for position in known))
         return [p if r in present else p._replace(spent=max(p.spent, fewest)) for r, p in enumerate(positions)]
-    if (run.replicas, run.per_step) != (replicas, per_step):
+    dealt = len(run.data.taken) not in (1, run.replicas)  # replicas have each computed any number of portions
+    if dealt or (run.replicas, run.per_step) != (replicas, per_step):
         positions = [position._replace(spent=round(run.spent["steps"] * per_step)) for position in positions]
     return positions
 

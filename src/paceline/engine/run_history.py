@@ -31,6 +31,7 @@ class RunHistory:
         self, context: RunContext, coordinator: Coordinator, initial_digest: str, noise: NoiseAccumulator | None
     ) -> None:
         self._budget, self._per_step, self._replicas = context.job.budget, context.per_step, context.replicas
+        self._portions = context.policy.portions
         self._coordinator, self._digest, self._noise = coordinator, initial_digest, noise
         self._elastic = context.job.strategy.elastic
         self._samples = context.order.samples if context.order is not None else 1
@@ -52,15 +53,12 @@ class RunHistory:
 
     def _resume(self, context: RunContext, run: RunState) -> None:
         """Go on with the history of another run."""
-        history, tally = run.history, self._coordinator.tally
+        history = run.history
         self.earlier = run.seconds, tuple(position.clock // self._per_step for position in context.positions)
         self._digest, self.last = history.start_digest, history.last_snapshot
         self.records += history.records
         self._losses.extend(history.losses)
-        if (run.replicas, run.per_step) != (self._replicas, self._per_step):
-            self._before["steps"] = run.spent["steps"], tally.micro_steps
-        if context.epochs_before:
-            self._before["epochs"] = run.spent["epochs"], tally.seen_samples
+        self._before = {unit: (run.spent[unit], self._counted(unit)) for unit in self._before}
         if self._noise is not None and history.noise is not None:
             self._noise.restore(history.noise)
         self._notes["resumed"] = _resume_note(context, run, self._coordinator)
@@ -93,16 +91,21 @@ class RunHistory:
 
     def spent(self, time_s: Seconds, unit: BudgetUnit | None = None) -> float:
         """Return how much of the budget is spent in a unit, seconds, steps or epochs; None: in its own."""
-        unit, tally = unit or self._budget.unit, self._coordinator.tally
+        unit = unit or self._budget.unit
         if unit == "seconds":
             return time_s
         if unit == "steps" and self._elastic:
             return max(position.spent for position in self._coordinator.positions) / self._per_step
-        counted, per_unit = tally.micro_steps, self._replicas * self._per_step
-        if unit == "epochs":
-            counted, per_unit = tally.seen_samples, self._samples
         before, count = self._before[unit]
-        return before + (counted - count) / per_unit
+        per_unit = self._samples if unit == "epochs" else self._portions or self._replicas * self._per_step
+        return before + (self._counted(unit) - count) / per_unit
+
+    def _counted(self, unit: BudgetUnit) -> int:
+        """Return the samples or micro-steps so far; of portions, some of which come twice, the applied ones."""
+        tally = self._coordinator.tally
+        if unit == "epochs":
+            return tally.seen_samples if self._portions is None else tally.samples
+        return tally.micro_steps if self._portions is None else tally.applied
 
     def snapshot(self, time_s: Seconds) -> SnapshotInfo:
         """Return the counts as they are, to go with a snapshot of A."""

@@ -80,12 +80,6 @@ class RunState:
         state: RunState = of_json(cls, value, "the checkpoint's state of the run")
         if set(state.spent) != {"seconds", "steps", "epochs"} or not state.per_step:
             raise InputError(f"the checkpoint's state of the run can't be read: it has spent {dict(state.spent)}")
-        streams = len(state.data.taken)
-        if streams not in (1, state.replicas):
-            raise InputError(
-                f"the checkpoint's state of the run can't be read: it is of {state.replicas} replicas, but their data "
-                f"are {streams} streams"
-            )
         return state
 
     @property

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.aggregation.base import NOTHING, Aggregation
+from paceline.aggregation.base import NOTHING, Aggregation, Apply
 from paceline.aggregation.local_steps import Outer
 from paceline.checkpoint.base import TensorChunk
 from paceline.checkpoint.reader import Checkpoint, TensorSource
@@ -72,6 +72,11 @@ def server_slices(context: RunContext, layout: FlatLayout, servers: int) -> list
     return slices_of(layout, servers, make, whole_parameters=whole)
 
 
+def mean_loss(action: Apply) -> float:
+    """Return Σ weight·loss of the Δs of an update."""
+    return sum(weight * a.loss for a, weight in action.deltas if a.loss is not None)
+
+
 class ServerOptimizer:
     """A and the optimizer that updates it.
 
@@ -113,6 +118,8 @@ class ServerOptimizer:
         make = make if part is None else part.optimizer(make)
         self._describe = describe_whole if part is None else part.describe
         self.flat_optimizer = FlatOptimizer(make, schedule, state, combined)
+        if (on_losses := self.flat_optimizer.on_losses) is not None:
+            on_losses.summed = summed
         self._reducer = policy.reducer
         needs_sum = (
             self._reducer is not None or self._moves or self.clip_norm is not None or "agreement" in policy.needs
@@ -138,6 +145,7 @@ class ServerOptimizer:
         out: FlatState | None = None,
         version: Version = 0,
         read: Sequence[FlatState] = (),
+        loss: float | None = None,
     ) -> None:
         """Update A by Σ weight·Δ, summed in the order given; each Δ is read once, then released.
 
@@ -150,6 +158,7 @@ class ServerOptimizer:
             out: becomes A; None: A's own vectors.
             version: of A before the update, which says what fragment of it Δs are of.
             read: A as the replica of each Δ has read it, where the reducer needs it.
+            loss: :func:`mean_loss` of the Δs, where the optimizer needs it.
         """
         destination = out or self.state
         slices = self._fragments[version % len(self._fragments)] if self._fragments else None
@@ -171,8 +180,20 @@ class ServerOptimizer:
                 clip_by_square(self.combined, square, self.clip_norm)
             if self._moves:
                 torch._foreach_neg_(self.combined)
-            self.flat_optimizer.step(self.combined, rate, destination, slices=slices)
+            self.flat_optimizer.step(self.combined, rate, destination, slices=slices, loss=loss)
         self.state = destination
+
+    def finish(self, new: Callable[[], FlatState]) -> bool:
+        """End the run: an optimizer on losses leaves the trial that A is; return whether it has.
+
+        Args:
+            new: returns the state that becomes A then.
+        """
+        if self.flat_optimizer.on_losses is None:
+            return False
+        self.state = new()
+        self.flat_optimizer.finish(self.state)
+        return True
 
     def chunks_of(self, state: FlatState, prefix: str = "") -> list[TensorChunk]:
         """Return the tensors of a state of this layout as a checkpoint names them."""

@@ -267,7 +267,9 @@ class Simulation:
         self._clocks = [0] * replicas
         self._attempts: list[SimulatedAttempt | None] = [None] * replicas
         self._events: EventQueue[SimulatedAttempt] = EventQueue()
-        self.coordinator = Coordinator(policy, replicas, dispatcher_of(Unbounded(self.micro_steps), replicas), self)
+        self.coordinator = Coordinator(
+            policy, replicas, dispatcher_of(policy, replicas, Unbounded(self.micro_steps)), self
+        )
         self.coordinator.begin()
 
     def turn(self) -> None:

@@ -11,9 +11,10 @@ from paceline.checkpoint.base import OPTIMIZER, TensorChunk, slot_name
 from paceline.checkpoint.reader import TensorSource
 from paceline.checkpoint.scalars import is_scalar, scalar_of_json, scalar_to_json, scalars_to_json
 from paceline.core.errors import PacelineError
+from paceline.optim.lbfgs import LossOptimizer
 from paceline.program import leaves
 from paceline.replica.flat_state import FlatState, TensorEntry
-from paceline.replica.optimizer_factory import OptimizerFactory, build_optimizer, is_elementwise
+from paceline.replica.optimizer_factory import OptimizerFactory, build_optimizer, steps_on_vectors
 from paceline.replica.optimizer_kernels import StepKernel, has_hooks, kernel_of
 from paceline.replica.optimizer_state import (
     Describe,
@@ -49,7 +50,7 @@ class FlatOptimizer:
         """True if the optimizer steps on whole vectors, else on their tensors."""
         self._parameters = self._new_parameters(gradient)
         self._optimizer = build_optimizer(make, self._parameters)
-        if is_elementwise(self._optimizer, len(self._parameters)):
+        if steps_on_vectors(self._optimizer, len(self._parameters)):
             self._flat = True
             self._optimizer.param_groups[0]["params"] = self._parameters = self._new_parameters(gradient)
         self.adaptive = isinstance(self._optimizer, torch.optim.Adam)
@@ -75,6 +76,18 @@ class FlatOptimizer:
         """Bytes of the optimizer's state."""
         # torch.optim's state is empty where a kernel makes the steps, and the other way round.
         return sum(tensor.nbytes for tensor in leaves([list(self._optimizer.state.values()), self.state_vectors]))
+
+    @property
+    def on_losses(self) -> LossOptimizer | None:
+        """The optimizer, if its steps take the loss, too."""
+        return self._optimizer if isinstance(self._optimizer, LossOptimizer) else None
+
+    def finish(self, out: FlatState) -> None:
+        """Move to the best state that an optimizer on losses knows; ``out`` receives it."""
+        torch._foreach_copy_(out.vectors, self.state.vectors)
+        self.point_at(out)
+        if self.on_losses is not None:
+            self.on_losses.finish()
 
     def second_moments(self) -> Iterator[tuple[Tensor, float, dict[str, Any]]]:
         """Yield (v, steps made, options of its group) of Adam and AdamW, for each vector or for each tensor.
@@ -120,6 +133,7 @@ class FlatOptimizer:
         slices: Sequence[slice] | None = None,
         *,
         consumes: bool = False,
+        loss: float | None = None,
     ) -> None:
         """Make one step with learning rate · ``rate``.
 
@@ -130,6 +144,7 @@ class FlatOptimizer:
             weight: factor of the gradients; other than 1 only if :attr:`has_kernel`.
             slices: of each vector, that the step is made on, only if :attr:`has_kernel`; None: it is made on all.
             consumes: whether the gradients may be overwritten, so that a step takes no memory of their size.
+            loss: of the gradients, where :attr:`on_losses`.
         """
         after = out or self.state
         assert slices is None or self.has_kernel, "torch.optim steps on whole vectors"
@@ -142,6 +157,8 @@ class FlatOptimizer:
             rates = [group["lr"] for group in self._optimizer.param_groups]
             for group, lr in zip(self._optimizer.param_groups, rates, strict=True):
                 group["lr"] = lr * rate
+            if self.on_losses is not None:
+                self.on_losses.loss = loss
             self._optimizer.step()
             for group, lr in zip(self._optimizer.param_groups, rates, strict=True):
                 group["lr"] = lr

@@ -25,10 +25,10 @@ from paceline.replica.flat_state import DtypeBuffer, FlatLayout, FlatState, Tens
 from paceline.replica.optimizer_factory import (
     OptimizerFactory,
     build_optimizer,
-    is_elementwise,
     optimizer_of_part,
     optimizer_of_vectors,
     shape_only_parameters,
+    steps_on_vectors,
 )
 
 
@@ -110,7 +110,7 @@ def slices_of(
         whole_parameters: whether they are needed in any case.
     """
     shapes = list(shape_only_parameters(layout).values())
-    anywhere = not whole_parameters and is_elementwise(build_optimizer(make, shapes), len(shapes))
+    anywhere = not whole_parameters and steps_on_vectors(build_optimizer(make, shapes), len(shapes))
     cuts = list[Sequence[int]]()
     for block in layout.parameters:
         sizes = [entry.stop - entry.start for entry in block.entries]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.optim.lbfgs import LossOptimizer
 from paceline.replica.flat_state import FlatLayout
 
 Built = TypeVar("Built")
@@ -52,13 +53,23 @@ def shape_only_parameters(layout: FlatLayout) -> dict[str, nn.Parameter]:
 
 def is_elementwise(optimizer: Optimizer, parameters: int) -> bool:
     """Return True if an optimizer of so many parameters treats each element alone, and all alike."""
+    return type(optimizer) in ELEMENTWISE and _alike(optimizer, parameters)
+
+
+def steps_on_vectors(optimizer: Optimizer, parameters: int) -> bool:
+    """Return True if slices of all parameters in a row do as well as parameters, if all owners' sums are added."""
+    return is_elementwise(optimizer, parameters) or (
+        isinstance(optimizer, LossOptimizer) and _alike(optimizer, parameters)
+    )
+
+
+def _alike(optimizer: Optimizer, parameters: int) -> bool:
     groups = optimizer.param_groups
-    alike = len(groups) == 1 and len(groups[0]["params"]) == parameters
-    return alike and type(optimizer) in ELEMENTWISE and not optimizer.state
+    return len(groups) == 1 and len(groups[0]["params"]) == parameters and not optimizer.state
 
 
 def optimizer_of_vectors(make: OptimizerFactory, whole: FlatLayout) -> OptimizerFactory:
-    """Return an optimizer of any slices of A's vectors, if it :func:`is_elementwise`: its only group is that of A."""
+    """Return an optimizer of any slices of A's vectors, if it :func:`steps_on_vectors`: its only group is that of A."""
 
     def of_vectors(vectors: list[nn.Parameter]) -> Optimizer:
         optimizer = make(list(shape_only_parameters(whole).values()))

@@ -67,7 +67,9 @@ def merged_json(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     >>> merged_json([{}, one, two])
     {'parameters': [['w', 'b']], 'scalars': {'step': {'each': {'w': 3}}}}
     """
-    parts = [part for part in parts if part]
+    some = [part for part in parts if part]
+    # A slice without an element says nothing.
+    parts = [part for part in some if any(part["parameters"])] or some[:1]
     if len(parts) < 2:
         return dict(parts[0]) if parts else {}
     groups = [list(dict.fromkeys(chain(*own))) for own in zip(*(part["parameters"] for part in parts), strict=True)]

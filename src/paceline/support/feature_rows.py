@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from paceline.aggregation import Synchronous
 from paceline.core.delta import Change, Distance, Gradient
 from paceline.support.case import Case
 from paceline.support.row import Row, in_place, real, used
@@ -94,6 +93,17 @@ FEATURE_ROWS: tuple[Row, ...] = (
         lambda c: c.policy.reducer is not None and c.policy.reducer.reads and c.pull_ahead,
         "pull_ahead=true: a replica computes Δ of the A before the one that was sent last, but the reducer of "
         "aggregation={policy} needs the A that it was computed of; leave pull_ahead out",
+    ),
+    # ------------------------------------------------------ batches in portions, which any replica may compute
+    Row(
+        lambda c: used(c, "compression") and c.policy.portions is not None,
+        "compression={s.compression} keeps what it has left out of a replica's Δs for the replica's next one, but "
+        "under aggregation={policy} the sum must not depend on who has computed what; leave compression out",
+    ),
+    Row(
+        lambda c: c.on_nonfinite == "skip" and c.policy.portions is not None,
+        "on_nonfinite='skip' discards a Δ, but aggregation={policy} waits for all portions of a batch; write "
+        "on_nonfinite='stop'",
     ),
     # --------------------------------------------------------------- Hogwild: replicas write one A, in one memory
     Row(
@@ -192,7 +202,7 @@ FEATURE_ROWS: tuple[Row, ...] = (
     ),
     # ------------------------------------------- replicas that compute on while Δ and A travel: Δs are of an older A
     Row(
-        lambda c: c.pull_ahead and isinstance(c.policy, Synchronous),
+        lambda c: c.pull_ahead and c.policy.current,
         "pull_ahead=True lets a replica compute on with an A that is older by an update, but aggregation={policy} "
         "combines Δs of the newest A alone; leave it out, or write aggregation=smooth-switch",
     ),

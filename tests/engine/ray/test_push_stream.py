@@ -148,9 +148,10 @@ def test_what_is_sent_arrives_bit_for_bit(
     stream = stream_to(address, buffers)
     for attempt in (1, 2, 3):
         pushed, returned = fill(buffers.delta.vectors, attempt), fill(sent.vectors, 10 * attempt)
-        server.replies = [(ServerGrant(attempt + 1, BatchRange(2, 2**40, 5), 8), arrays_of(sent))]
+        grant = ServerGrant(attempt + 1, BatchRange(2, 2**40, 5), 7 + attempt)
+        server.replies = [(grant, arrays_of(sent))]
         stream.push(completion(attempt), cancelled=False)
-        assert stream.receive() == ServerGrant(attempt + 1, BatchRange(2, 2**40, 5), 8)
+        assert stream.receive() == grant
         assert [a.tobytes() for a in buffers.coming_arrays] == [a.tobytes() for a in returned]
         done, arrays, lent = server.pushed.pop()
         assert (done, lent) == (completion(attempt), one_host)
@@ -160,6 +161,23 @@ def test_what_is_sent_arrives_bit_for_bit(
     assert stream.receive() is None
     assert server.pushed == [(completion(4), [], one_host)]
     stream.close()
+
+
+@pytest.mark.parametrize("one_host", [True, False])
+def test_of_one_version_a_comes_once(server: Server, layout: FlatLayout, buffers: PushBuffers, one_host: bool) -> None:
+    """As under policies that have a replica compute several Δs of one A; a new stream begins with an A."""
+    address = server.address if one_host else server.address._replace(host_id="another")
+    for first in (1, 6):
+        stream, kept = stream_to(address, buffers), []
+        for attempt, version in enumerate((8, 8, 9, 9, 8), first):
+            sent = layout.new()
+            kept.append([a.tobytes() for a in fill(sent.vectors, attempt)])
+            server.replies = [(ServerGrant(attempt + 1, BatchRange(0, 0, 1), version), arrays_of(sent))]
+            stream.push(completion(attempt), cancelled=False)
+            assert stream.receive() == ServerGrant(attempt + 1, BatchRange(0, 0, 1), version)
+            newest = {0: 0, 1: 0, 2: 2, 3: 2, 4: 4}[attempt - first]
+            assert [a.tobytes() for a in buffers.coming_arrays] == kept[newest]
+        stream.close()
 
 
 @pytest.mark.parametrize("one_host", [True, False])

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from paceline.core.errors import InputError
 from paceline.core.types import Clock, ReplicaId, Version
-from paceline.engine.batch_dispatcher import NO_BATCHES, BatchDispatcher
+from paceline.engine.batch_dispatcher import NO_BATCHES, Dispatcher
 from paceline.engine.checkpointing import Snapshot
 from paceline.engine.distributed.client import ClientContext, RankClient
 from paceline.engine.distributed.exchange import of_step
@@ -122,7 +122,7 @@ class AsyncPipelineClient(RankClient):
         dispatcher: counts steps as they begin; the run's own counts them when their statuses are complete.
     """
 
-    def __init__(self, context: ClientContext, shard: AsyncStageShard, dispatcher: BatchDispatcher) -> None:
+    def __init__(self, context: ClientContext, shard: AsyncStageShard, dispatcher: Dispatcher) -> None:
         super().__init__(context)
         self._shard, self._dispatcher, self._batches = shard, dispatcher, NO_BATCHES
         self.attempt = context.coordinator.attempts[self._replica]

@@ -85,7 +85,8 @@ class LocalEngine(Engine):
     def run(self, job: Job, watch: Watcher) -> Outcome:
         strategy = job.strategy
         policy = strategy.aggregation
-        if strategy.spread and isinstance(policy, Synchronous) and not policy.backups and not job.survives_deaths:
+        lockstep = isinstance(policy, Synchronous) and not policy.backups and not job.survives_deaths
+        if strategy.spread and lockstep and not job.on_losses:
             # All replicas make one update, each worker of its part of A: main has nothing to decide.
             ranks = (*SPMD, *COMPILER) if strategy.compile else SPMD
             return launcher.run_ranks(job, "distributed", self._fork_server_with(ranks), watch)

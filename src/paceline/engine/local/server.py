@@ -17,7 +17,7 @@ from paceline.engine.local.parallel_update import ParallelUpdate
 from paceline.engine.local.worker_processes import WorkerProcesses
 from paceline.engine.run_context import RunContext
 from paceline.engine.run_state import ResumePoint, delta_chunks
-from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer
+from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer, mean_loss
 from paceline.replica.base import MicroStepNorms
 from paceline.replica.flat_state import FlatState
 from paceline.replica.noise_estimator import NoiseEstimator, ObservedDelta
@@ -183,6 +183,14 @@ class SharedMemoryServer:
             self.statistics.applied((ended - began) * 1e-9)
             self._context.recorder.record("apply", self.version, began, ended)
 
+    def finish(self) -> bool:
+        """End training; return whether A has changed."""
+        owner = self._context.owner
+        if owner is None or not owner.finish(lambda: self._arena.version(self.versions.free())):
+            return False
+        self.versions.commit_write(self.versions.free())
+        return True
+
     def discard(self, arrivals: tuple[Arrival, ...]) -> None:
         self._context.before_change()
         for a in arrivals if self._slots else ():
@@ -214,7 +222,8 @@ class SharedMemoryServer:
         elif estimator is None:
             out, keeps_read = self._arena.version(destination), self._context.run.keeps_read
             read = [self._arena.version(self.versions.read_by(a.replica)) for a, *_ in held] if keeps_read else []
-            owner.apply(deltas, action.rate, alone=action.alone, out=out, version=self.version, read=read)
+            loss = mean_loss(action)
+            owner.apply(deltas, action.rate, alone=action.alone, out=out, version=self.version, read=read, loss=loss)
         else:
             pairs = zip(held, deltas, strict=True)
             seen = [

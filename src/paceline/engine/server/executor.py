@@ -22,7 +22,7 @@ from paceline.engine.own_states import KEY, OwnState
 from paceline.engine.run_context import RunContext, first_state
 from paceline.engine.run_state import delta_prefix
 from paceline.engine.server.messages import END, Bytes, Reply, ServerGrant, arrays_of, state_of
-from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer, Summed, server_slices
+from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer, Summed, mean_loss, server_slices
 from paceline.engine.worker_metrics import Figures, SpanLog
 from paceline.replica.flat_state import FlatState
 from paceline.replica.optimizer_state import merged_json
@@ -251,7 +251,15 @@ class ServerExecutor:
         deltas = [(self.undecided.pop((a.replica, a.clock)), weight) for a, weight in action.deltas]
         destination = self.owner.state.layout.new(self.allocate)
         read = [self._read[a.replica] for a, _ in action.deltas] if self._context.keeps_read else []
-        self.owner.apply(deltas, action.rate, alone=action.alone, out=destination, version=self.version, read=read)
+        self.owner.apply(
+            deltas,
+            action.rate,
+            alone=action.alone,
+            out=destination,
+            version=self.version,
+            read=read,
+            loss=mean_loss(action),
+        )
         self.version += 1
         ended = time.monotonic_ns()
         self.statistics.applied((ended - began) * 1e-9)

@@ -24,6 +24,7 @@ import numpy as np
 from paceline.comm.shm.rendezvous import SegmentAddress, host_id
 from paceline.core.data_order import BatchRange
 from paceline.core.errors import PacelineError
+from paceline.core.types import Version
 from paceline.engine.run_context import RunContext
 from paceline.engine.server import wire
 from paceline.engine.server.delta_codec import DeltaCodec
@@ -37,11 +38,15 @@ from paceline.replica.flat_state import Allocate
 # Bytes up to which an array is sent together with the header before it, so that the receiver wakes once.
 JOINED_BYTES = 256 * 1024
 
-_COMPLETION = struct.Struct("<iiqqq?dqqqqq?")
-"""A completion, and whether Δ follows, with what the replica keeps: they do not after a cancelled attempt."""
+_COMPLETION = struct.Struct("<iiqqq?dqqqqqq?")
+"""A completion, the version of the A that this stream has brought last (:data:`NONE`: there was none), and whether Δ
+follows, with what the replica keeps: they do not after a cancelled attempt."""
 
-_GRANT = struct.Struct("<?qiqqq")
-"""Whether the replica goes on, and its grant; A follows if it does."""
+_GRANT = struct.Struct("<?qiqqq?")
+"""Whether the replica goes on, its grant, and whether A follows: it does not where that stream has brought it."""
+
+# No version of A.
+NONE: Version = -1
 
 
 class PushListener:
@@ -110,7 +115,7 @@ class PushListener:
         self, connection: socket.socket, shared: PushBuffers | None, served: tuple[int, int] | None
     ) -> tuple[int, int]:
         """Take the next push and answer it; return whose it was, by replica and incarnation; ``served``: the last's."""
-        *fields, follows = _COMPLETION.unpack(await wire.received(connection, _COMPLETION.size))
+        *fields, has, follows = _COMPLETION.unpack(await wire.received(connection, _COMPLETION.size))
         completion = PushCompletion._make((*fields[:7], Figures._make(fields[7:-1]), fields[-1]))
         if not 0 <= completion.own_bytes <= self._own_bytes:
             raise EOFError("it keeps more than any replica does")
@@ -122,7 +127,7 @@ class PushListener:
         elif follows:
             arrays = await self._received(connection, completion.own_bytes)
         reply = await self._push(completion, (), *arrays, lent=shared is not None)
-        await self._reply(connection, reply, shared)
+        await self._reply(connection, reply, shared, has)
         return whose
 
     async def _received(self, connection: socket.socket, own_bytes: int) -> list[Bytes]:
@@ -145,13 +150,16 @@ class PushListener:
             before.cancel()
         self._serving[process] = task
 
-    async def _reply(self, connection: socket.socket, reply: Reply, shared: PushBuffers | None) -> None:
+    async def _reply(self, connection: socket.socket, reply: Reply, shared: PushBuffers | None, has: Version) -> None:
+        """Answer a push; of the A that the replica has this stream brings no second copy."""
         loop, (grant, arrays) = asyncio.get_running_loop(), reply
-        batches = BatchRange(0, 0, 0) if grant is None else grant.batches
-        facts = (False, 0, *batches, 0) if grant is None else (True, grant.attempt, *batches, grant.version)
-        header = _GRANT.pack(*facts)
+        if grant is None:
+            facts: tuple[Any, ...] = (False, 0, *BatchRange(0, 0, 0), 0, False)
+        else:
+            facts = (True, grant.attempt, *grant.batches, grant.version, grant.version != has)
+        header, arrays = _GRANT.pack(*facts), arrays if facts[-1] else ()
         if shared is not None:
-            for target, array in zip(self._part.cut_bytes(shared.coming_arrays), arrays, strict=grant is not None):
+            for target, array in zip(self._part.cut_bytes(shared.coming_arrays), arrays, strict=bool(arrays)):
                 target[:] = array
             arrays = ()
         if sum(array.nbytes for array in arrays) <= JOINED_BYTES:
@@ -188,7 +196,7 @@ class SliceForwarder:
             while True:
                 completion, arrays = await self._queue.get()
                 *fields, figures, own_bytes = completion
-                await loop.sock_sendall(connection, _COMPLETION.pack(*fields, *figures, own_bytes, True))
+                await loop.sock_sendall(connection, _COMPLETION.pack(*fields, *figures, own_bytes, NONE, True))
                 for array in arrays:
                     await loop.sock_sendall(connection, array.data)
                 await wire.received(connection, _GRANT.size)
@@ -218,6 +226,8 @@ class PushStream:
     def __init__(self, address: StreamAddress, buffers: PushBuffers, part: FlatSlice) -> None:
         self._buffers, self._part = buffers, part
         self._sent = part.cut_bytes(buffers.coming_arrays)
+        self._has = NONE
+        """Version of the A in the buffers that came by this stream."""
         memory = asdict(buffers.address) if address.host_id == host_id() else None
         self._socket = wire.connect(address, {"memory": memory})
         try:
@@ -239,16 +249,17 @@ class PushStream:
         arrays = [] if self._shared or cancelled else self._part.cut_bytes(self._buffers.arrays(completion))
         if arrays and messages:
             arrays = [*messages, *arrays[len(messages) :]]
-        header = _COMPLETION.pack(*fields, *figures, own_bytes, not cancelled)
+        header = _COMPLETION.pack(*fields, *figures, own_bytes, self._has, not cancelled)
         wire.send_all(self._socket, [memoryview(header), *(array.data for array in arrays)])
 
     def receive(self) -> ServerGrant | None:
         """Wait for the next grant, whose A is in the buffers; return None once training has ended for this replica."""
-        goes_on, attempt, stream, first, size, version = _GRANT.unpack(wire.read(self._socket, _GRANT.size))
+        goes_on, attempt, stream, first, size, version, follows = _GRANT.unpack(wire.read(self._socket, _GRANT.size))
         if not goes_on:
             return None
-        for array in () if self._shared else self._sent:
+        for array in self._sent if follows and not self._shared else ():
             wire.read_into(self._socket, array.data)
+        self._has = version
         return ServerGrant(attempt, BatchRange(stream, first, size), version)
 
     def break_off(self) -> None:

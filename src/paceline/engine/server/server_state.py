@@ -198,8 +198,10 @@ class ServerState:
         self.coordinator.finish()
         for replica in range(len(self.records)):
             self.executor.dismiss(replica)
+        owner = self.executor.owner
+        moved = owner.finish(lambda: owner.state.layout.new(self.executor.allocate))
         if score:
-            self.loop.evaluate_final(now)
+            self.loop.evaluate_final(now, moved=moved)
 
     # ---------------------------------------------------------------------------------------------------- questions
 

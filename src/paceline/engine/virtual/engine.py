@@ -34,7 +34,7 @@ from paceline.engine.evaluation import Evaluator
 from paceline.engine.loop import InterruptGuard, RunLoop
 from paceline.engine.run_context import RunContext, first_state, own_settings
 from paceline.engine.run_state import ResumePoint
-from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer
+from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer, mean_loss
 from paceline.engine.step_profile.forecast import virtual_span
 from paceline.engine.virtual.attempts import Attempts
 from paceline.engine.virtual.durations import durations_of
@@ -132,7 +132,7 @@ class VirtualRun:
         self._evaluator = Evaluator(job.program, job.program.build(), state.device)
         # Δs are computed as they arrive, rather than when an update needs them, where a decision depends on them, or
         # their data or state come in the order of arrivals.
-        depends = "loss" in context.policy.needs or self._observer.looks_inside or job.on_nonfinite == "skip"
+        depends = "loss" in context.needs or self._observer.looks_inside or job.on_nonfinite == "skip"
         ordered = context.local_sgd or context.order is None or self._user_loops is not None
         self._eager = depends or ordered or bool(job.program.loader.get("num_workers"))
 
@@ -143,7 +143,8 @@ class VirtualRun:
             if self._consistent:
                 self._checkpointer.finish(self._now)
         self._coordinator.finish()
-        if not self._loop.history.is_current(self._now):
+        moved = self._optimizer.finish(self._optimizer.state.layout.new)
+        if moved or not self._loop.history.is_current(self._now):
             self._record(self._now)
         return self._result(signal)
 
@@ -269,7 +270,8 @@ class VirtualRun:
         if self._estimator is None:
             deltas, read = ((s.delta, s.weight) for s in seen), self._attempts.kept(action)
             version = self._coordinator.version
-            self._optimizer.apply(deltas, action.rate, alone=action.alone, version=version, read=read)
+            loss = mean_loss(action)
+            self._optimizer.apply(deltas, action.rate, alone=action.alone, version=version, read=read, loss=loss)
         else:
             observed = self._estimator.through(seen, len(action.deltas))
             self._optimizer.apply(observed, action.rate, alone=action.alone)
