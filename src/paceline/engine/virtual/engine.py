@@ -47,7 +47,7 @@ from paceline.engine.virtual.saved_state import (
     held_attempts,
     restored_attempts,
 )
-from paceline.engine.virtual.user_loops import UserLoops
+from paceline.engine.virtual.user_loops import UserLoops, refuse_loops
 from paceline.engine.virtual.vmap_gradients import delta_computer
 from paceline.replica.flat_state import FlatLayout, FlatState, write
 from paceline.replica.local_sgd import LocalSGD
@@ -69,6 +69,7 @@ class VirtualEngine(Engine):
         parts = (times.compute, times.transfer, times.apply, times.gradient)
         timeless = all(not isinstance(part, str) and part.mean_s == 0 for part in parts) and times.network is None
         refuse_servers(times.network, job.strategy.servers)
+        refuse_loops(job)
         if job.budget.unit == "seconds" and timeless:
             raise InputError(
                 f"times={str(job.times)!r}: nothing takes time, so seconds never pass; write compute=0.01, or steps="
