@@ -144,8 +144,7 @@ class VirtualRun:
             if self._consistent:
                 self._checkpointer.finish(self._now)
         self._coordinator.finish()
-        moved = self._optimizer.finish(self._optimizer.state.layout.new)
-        if moved or not self._loop.history.is_current(self._now):
+        if self._optimizer.finish(self._optimizer.state.layout.new) or not self._loop.history.is_current(self._now):
             self._record(self._now)
         return self._result(signal)
 
@@ -270,8 +269,7 @@ class VirtualRun:
         seen = (self._take(arrival, weight) for arrival, weight in action.deltas)
         if self._estimator is None:
             deltas, read = ((s.delta, s.weight) for s in seen), self._attempts.kept(action)
-            version = self._coordinator.version
-            loss = mean_loss(action)
+            version, loss = self._coordinator.version, mean_loss(action)
             self._optimizer.apply(deltas, action.rate, alone=action.alone, version=version, read=read, loss=loss)
         else:
             observed = self._estimator.through(seen, len(action.deltas))
