@@ -46,6 +46,11 @@ if TYPE_CHECKING:
     from paceline.engine.distributed.sync_batchnorm import synchronised_batchnorm
     from paceline.engine.worker import Worker
     from paceline.optim import Lamb, Lars, scaled_learning_rate, warmup
+    from paceline.parameter_scheduling.base import ScheduledProgram
+    from paceline.parameter_scheduling.lasso import Lasso
+    from paceline.parameter_scheduling.matrix_factorization import MatrixFactorization
+    from paceline.parameter_scheduling.run import ScheduledRun, schedule_parameters
+    from paceline.parameter_scheduling.schedulers import Scheduler
     from paceline.planner.policies import Pace, pace
     from paceline.program import Program
     from paceline.reduction.base import Reducer, Reduction
@@ -74,7 +79,9 @@ __all__ = [
     "InputError",
     "Lamb",
     "Lars",
+    "Lasso",
     "LocalSteps",
+    "MatrixFactorization",
     "NonFiniteError",
     "Pace",
     "PacelineError",
@@ -85,6 +92,9 @@ __all__ = [
     "Release",
     "Robust",
     "Run",
+    "ScheduledProgram",
+    "ScheduledRun",
+    "Scheduler",
     "SmoothSwitch",
     "StaleSynchronous",
     "Strategy",
@@ -104,6 +114,7 @@ __all__ = [
     "register",
     "resume",
     "scaled_learning_rate",
+    "schedule_parameters",
     "show_mesh",
     "show_shards",
     "show_stages",
@@ -128,6 +139,7 @@ _NAMES = {
     "engine.distributed.sync_batchnorm": "synchronised_batchnorm",
     "engine.worker": "Worker",
     "optim": "Lamb Lars scaled_learning_rate warmup",
+    "parameter_scheduling": "Lasso MatrixFactorization ScheduledProgram ScheduledRun Scheduler schedule_parameters",
     "planner.policies": "Pace pace",
     "program": "Program",
     "reduction": "Reducer Reduction",
