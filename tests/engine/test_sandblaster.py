@@ -158,6 +158,18 @@ def test_the_end_is_the_last_accepted_point_and_its_record() -> None:
     assert trials, "none was in the middle of a search"
 
 
+def test_a_trial_that_has_met_the_condition_stays() -> None:
+    """The last accepted point may not meet it."""
+    inputs, targets = programs.data()
+    for bound in (1.05, 1.0, 0.9, 0.8):
+        strategy = "replicas=2 aggregation=sandblaster:portions=4"
+        until: dict[str, Any] = {"until": f"test_loss<={bound}", "steps": 100, "evaluate_every": 1}
+        run = virtual(portioned("stiff", 4), strategy, **until)
+        assert run.history[-1].test_loss is not None
+        assert decayed(run.model(inputs), targets).item() == pytest.approx(run.history[-1].test_loss, rel=1e-12)
+        assert run.history[-1].test_loss <= bound
+
+
 @pytest.mark.parametrize(
     ("strategy", "fields", "settings", "message"),
     [

@@ -161,6 +161,12 @@ class RunLoop:
         if moved or self.timed or self.history.last != (self.coordinator.version, self.coordinator.tally.gradients):
             self._evaluate(now)
 
+    @property
+    def ends_here(self) -> bool:
+        """Return whether A as it is has met the run's condition: it is to stay."""
+        records = self.history.records
+        return self.condition_met and bool(records) and records[-1].updates == self.coordinator.version
+
     def keep(self, records: Iterable[Record]) -> None:
         """Add records to the history; the run is over once one meets its condition."""
         until = self._job.budget.until

@@ -212,7 +212,7 @@ class LocalRun:
     def _finish_evaluation(self, seconds: Seconds) -> None:
         """Wait for the records that are still to come; if the evaluator died or hangs, main evaluates the rest."""
         evaluation, interrupts = self._evaluation, self._interrupts
-        self._loop.evaluate_final(seconds, moved=self._server.finish())
+        self._loop.evaluate_final(seconds, moved=not self._loop.ends_here and self._server.finish())
         enough = min(interrupts.count, 1) + 1
         silent_since = time.monotonic()
         while evaluation.queue.snapshots and evaluation.alive and interrupts.count < enough:

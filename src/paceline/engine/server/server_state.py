@@ -199,7 +199,7 @@ class ServerState:
         for replica in range(len(self.records)):
             self.executor.dismiss(replica)
         owner = self.executor.owner
-        moved = owner.finish(lambda: owner.state.layout.new(self.executor.allocate))
+        moved = not self.loop.ends_here and owner.finish(lambda: owner.state.layout.new(self.executor.allocate))
         if score:
             self.loop.evaluate_final(now, moved=moved)
 

@@ -144,7 +144,8 @@ class VirtualRun:
             if self._consistent:
                 self._checkpointer.finish(self._now)
         self._coordinator.finish()
-        if self._optimizer.finish(self._optimizer.state.layout.new) or not self._loop.history.is_current(self._now):
+        moved = not self._loop.ends_here and self._optimizer.finish(self._optimizer.state.layout.new)
+        if moved or not self._loop.history.is_current(self._now):
             self._record(self._now)
         return self._result(signal)
 
