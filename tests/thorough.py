@@ -28,6 +28,7 @@ COMMANDS = "whole commands in processes of their own; `make test` keeps the firs
 TABLE: tuple[Thorough, ...] = (
     Thorough("tests/test_examples.py", PROGRAMS),
     Thorough("tests/accelerator/test_process_group.py", PARITY),
+    Thorough("tests/benchmarks/test_gradient_blocks.py", BENCHMARK),
     Thorough("tests/benchmarks/test_reducers.py", BENCHMARK),
     Thorough("tests/accelerator/test_cpp_device.py", "builds an extension in C++, which takes half a minute"),
     Thorough("tests/test_combinations.py", "every policy over every form of replica on four engines"),

@@ -22,8 +22,8 @@ SHAPES = [(12, 20), (20,), (16, 4, 3, 3), (3, 3), (), (40, 1), (0, 5)]
 
 ELEMENTS = 12 * 20 + 20 + 16 * 36 + 9 + 1 + 40
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-TEXTS = [*registered(Compression), "powersgd:rank=1", "top-k:ratio=0.25", "top-k:ratio=1"]
-FEEDBACK = [text for text in TEXTS if text.startswith(("powersgd", "top-k"))]
+TEXTS = [*registered(Compression), "powersgd:rank=1", "top-k:ratio=0.25", "top-k:ratio=1", "blocks:ratio=0.5,size=50"]
+FEEDBACK = [text for text in TEXTS if text.startswith(("powersgd", "top-k", "blocks"))]
 STEPS = 4
 TIMEOUT = datetime.timedelta(seconds=60)
 

@@ -220,6 +220,26 @@ def test_payload_of_top_k_is_indices_and_values_to_all_others(ranks: Ranks, rati
     assert sent(ranks, f"top-k:ratio={ratio} float64") == (len(ranks) - 1) * kept * (4 + 8)
 
 
+def test_payload_of_blocks_is_the_ring_of_those_that_are_sent(ranks: Ranks) -> None:
+    """886 elements are 18 blocks of 50, the last of 36; half of them are sent, and one number beside them."""
+    assert sent(ranks, "blocks:ratio=0.5,size=50 float64") == ring_payload_bytes(9 * 50 + 1, len(ranks), 8)
+
+
+def test_blocks_that_moved_most_are_sent_most() -> None:
+    """The last block's gradient is a thousand times the others', so nearly every second one drawn of two is that."""
+    compression = parse("blocks:ratio=0.2,size=10")
+    state, seen = compression.start([(100,)], torch.float64), torch.zeros(10)
+    for step in range(200):
+        gradient = torch.full((100,), 1e-3, dtype=torch.float64)
+        gradient[90:] = 1.0
+        message = compression.encode(state, gradient)
+        chosen = message[:16].clone().view(torch.int64)
+        assert len(set(chosen.tolist())) == 2
+        seen[chosen] += step >= 10
+    assert seen[9] > 180
+    assert seen[:9].min() >= 1, "each is drawn now and then"
+
+
 # -------------------------------------------------------------------------------------------------------------- state
 
 

@@ -12,7 +12,16 @@ from torch import Tensor
 from paceline import InputError
 from paceline.compression import Compression, parse
 
-TEXTS = ["fp16", "bf16", "top-k:ratio=0.1", "top-k:ratio=1", "powersgd:rank=1", "powersgd:rank=3"]
+TEXTS = [
+    "fp16",
+    "bf16",
+    "top-k:ratio=0.1",
+    "top-k:ratio=1",
+    "powersgd:rank=1",
+    "powersgd:rank=3",
+    "blocks",
+    "blocks:ratio=0.3,size=7",
+]
 SHAPES = [(20, 30), (7,), (1,), (16, 4, 5), (2, 2)]
 ELEMENTS = sum(map(math.prod, SHAPES))
 
@@ -99,6 +108,7 @@ def test_they_are_smaller() -> None:
     assert sizes["fp16"] == dense // 2 + 4
     assert sizes["bf16"] == dense // 2
     assert sizes["top-k:ratio=0.1"] == 8 * round(0.1 * ELEMENTS)
+    assert sizes["blocks:ratio=0.3,size=7"] == (8 + 4 * 7) * round(0.3 * -(-ELEMENTS // 7))
     whole = 7 + 1 + 4  # what would not shrink to half
     assert sizes["powersgd:rank=1"] == 4 * (20 + 30 + 16 + 20 + whole)
 

@@ -13,6 +13,7 @@ from paceline import Strategy, register
 from paceline.compression import Compression, canonical, parse
 from paceline.compression.base import Stateless
 from paceline.compression.bf16 import Bf16
+from paceline.compression.blocks import Blocks
 from paceline.compression.fp16 import Fp16
 from paceline.compression.powersgd import PowerSgd
 from paceline.compression.topk import TopK
@@ -42,6 +43,8 @@ def test_parse_undoes_print(compression: Compression[Any]) -> None:
         ("powersgd:rank=1", PowerSgd(rank=1)),
         ("top-k", TopK(ratio=0.01)),
         ("top-k:ratio=1", TopK(ratio=1)),
+        ("blocks", Blocks()),
+        ("blocks:ratio=0.5,size=64", Blocks(ratio=0.5, size=64)),
     ],
 )
 def test_canonical_texts(text: str, compression: Compression[Any]) -> None:

@@ -25,7 +25,7 @@ OnRay = Callable[..., Run]
 STEPS = 6
 REPLICAS = 2
 
-TEXTS = ["fp16", "bf16", "top-k:ratio=0.3", "powersgd:rank=1"]
+TEXTS = ["fp16", "bf16", "top-k:ratio=0.3", "powersgd:rank=1", "blocks:size=10"]
 
 
 def compressed(program: Program, compression: Compression[Any], servers: int) -> oracle.Values:
