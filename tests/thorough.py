@@ -41,7 +41,7 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/test_predict.py::test_the_command_refuses_what_is_no_input", COMMANDS),
     Thorough("tests/cli/test_end_to_end.py", COMMANDS, but_first=True),
     Thorough("tests/report/test_page.py::test_whatever_is_missing_is_left_out", PARITY, but_first=True),
-    Thorough("tests/benchmarks/test_gpu.py::test_a_row_in_small", BENCHMARK, but_first=True),
+    Thorough("tests/benchmarks/test_gpu.py", BENCHMARK, but_first=True),
     Thorough("tests/benchmarks/test_hybrid.py", BENCHMARK),
     Thorough("tests/benchmarks/test_reliability.py::test_a_row_in_small", BENCHMARK),
     Thorough("tests/benchmarks/test_hostile_files.py::test_none_is_read_and_none_runs_code", BENCHMARK, but_first=True),
@@ -60,7 +60,8 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/accelerator/test_engines.py::test_actors", PARITY),
     Thorough("tests/accelerator/test_engines.py::test_actors_that_share_gpus", "starts a Ray of its own"),
     Thorough("tests/accelerator/test_engines.py::test_predictions", PARITY),
-    Thorough("tests/accelerator/test_engines.py::test_several_processes", PARITY, but_first=True),
+    Thorough("tests/accelerator/test_engines.py::test_several_processes", PARITY),
+    Thorough("tests/accelerator/test_engines.py::test_worker_processes_copy_the_batch_alone", PARITY),
     Thorough("tests/accelerator/test_engines.py::test_every_policy_over_every_form", PARITY),
     Thorough("tests/accelerator/test_engines.py::test_every_policy_over_every_form_on_ranks", PARITY),
     Thorough("tests/engine/test_closed_forms.py", STATISTICS),
@@ -127,7 +128,27 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/engine/local/test_elastic.py::test_an_epoch_is_exact_though_replicas_die", KILLS, but_first=True),
     Thorough("tests/engine/local/test_elastic.py::test_an_epoch_is_exact_over_a_break", KILLS, but_first=True),
     Thorough("tests/engine/ray/test_ray_elastic.py", KILLS, but_first=True),
+    Thorough("tests/engine/ray/test_ray_portions.py", PARITY, but_first=True),
     Thorough("tests/engine/ray/test_ray_pull_ahead.py", PARITY, but_first=True),
+    Thorough(
+        "tests/engine/local/test_local_portions.py::test_it_goes_on_in_the_middle_of_a_search", PARITY, but_first=True
+    ),
+    Thorough("tests/engine/local/test_local_portions.py::test_lbfgs_makes_torchs_steps", PARITY, but_first=True),
+    Thorough("tests/engine/local/test_local_portions.py::test_it_does_over_synchronous_replicas", PARITY),
+    Thorough(
+        "tests/engine/local/test_local_portions.py::test_they_are_a_round_of_as_many_replicas", PARITY, but_first=True
+    ),
+    Thorough(
+        "tests/engine/local/test_local_portions.py::test_a_death_in_the_middle_of_a_batch_changes_no_bit",
+        KILLS,
+        but_first=True,
+    ),
+    Thorough(
+        "tests/engine/local/test_local_checkpoints.py::test_updates_wait_for_a_copy_under_way", PARITY, but_first=True
+    ),
+    Thorough("tests/comm/test_hierarchical.py::test_two_hosts_of_two_ranks", PARITY),
+    Thorough("tests/engine/local/test_on_death.py::test_an_exception_is_a_death_where_asked", KILLS, but_first=True),
+    Thorough("tests/engine/test_distributed_served.py::test_so_does_one_that_is_stopped", KILLS, but_first=True),
     Thorough("tests/cli/test_scale.py::test_a_run_is_scaled_up_and_down", COMMANDS),
     Thorough(
         "tests/engine/local/test_own_states.py::test_a_run_that_was_cut_ends_as_one_that_was_not",

@@ -47,6 +47,11 @@ if TYPE_CHECKING:
     from paceline.engine.distributed.sync_batchnorm import synchronised_batchnorm
     from paceline.engine.worker import Worker
     from paceline.optim import LBFGS, Lamb, Lars, scaled_learning_rate, warmup
+    from paceline.parameter_scheduling.base import ScheduledProgram
+    from paceline.parameter_scheduling.lasso import Lasso
+    from paceline.parameter_scheduling.matrix_factorization import MatrixFactorization
+    from paceline.parameter_scheduling.run import ScheduledRun, schedule_parameters
+    from paceline.parameter_scheduling.schedulers import Scheduler
     from paceline.planner.policies import Pace, pace
     from paceline.program import Program
     from paceline.reduction.base import Reducer, Reduction
@@ -76,7 +81,9 @@ __all__ = [  # noqa: RUF022 (LBFGS is no constant)
     "LBFGS",
     "Lamb",
     "Lars",
+    "Lasso",
     "LocalSteps",
+    "MatrixFactorization",
     "NonFiniteError",
     "Pace",
     "PacelineError",
@@ -89,6 +96,9 @@ __all__ = [  # noqa: RUF022 (LBFGS is no constant)
     "Robust",
     "Run",
     "Sandblaster",
+    "ScheduledProgram",
+    "ScheduledRun",
+    "Scheduler",
     "SmoothSwitch",
     "StaleSynchronous",
     "Strategy",
@@ -108,6 +118,7 @@ __all__ = [  # noqa: RUF022 (LBFGS is no constant)
     "register",
     "resume",
     "scaled_learning_rate",
+    "schedule_parameters",
     "show_mesh",
     "show_shards",
     "show_stages",
@@ -132,6 +143,7 @@ _NAMES = {
     "engine.distributed.sync_batchnorm": "synchronised_batchnorm",
     "engine.worker": "Worker",
     "optim": "LBFGS Lamb Lars scaled_learning_rate warmup",
+    "parameter_scheduling": "Lasso MatrixFactorization ScheduledProgram ScheduledRun Scheduler schedule_parameters",
     "planner.policies": "Pace pace",
     "program": "Program",
     "reduction": "Reducer Reduction",

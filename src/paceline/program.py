@@ -96,15 +96,21 @@ class Program:
         if self.test is not None:
             _check_data("test", self.test, functions=False)
 
-    def per_replica_batch(self, replicas: int, accumulate: int = 1) -> int:
-        """Return the samples in a batch of a replica; InputError if ``global_batch_size`` can't be split evenly."""
+    def per_replica_batch(self, replicas: int, accumulate: int = 1, among: str = "replicas") -> int:
+        """Return the samples in a batch of a replica; InputError if ``global_batch_size`` can't be split evenly.
+
+        Args:
+            replicas: how many share a global batch.
+            accumulate: batches of a Δ.
+            among: what these are, in the error.
+        """
         if self.global_batch_size is None:
             return 32 if self.batch_size is None else self.batch_size
         parts = replicas * accumulate
         if self.global_batch_size % parts:
             near = max(parts, round(self.global_batch_size / parts) * parts)
             raise InputError(
-                f"global_batch_size={self.global_batch_size} can't be split evenly over replicas={replicas} × "
+                f"global_batch_size={self.global_batch_size} can't be split evenly over {among}={replicas} × "
                 f"accumulate={accumulate} = {parts} parts; write global_batch_size={near}"
             )
         return self.global_batch_size // parts

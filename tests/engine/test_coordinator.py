@@ -153,11 +153,11 @@ def test_a_replica_that_takes_its_time_to_stop() -> None:
 def test_mean_staleness_is_told_since_it_was_last_asked() -> None:
     run = Weightless("asynchronous", 2, "1")
     run.coordinator.begin()
-    assert run.coordinator.recent_staleness() is None
+    assert run.coordinator.tally.mean_recent_staleness() is None
     for _ in range(2):
         run.coordinator.arrived(run.events.pop())
-    assert run.coordinator.recent_staleness() == 0.5
-    assert run.coordinator.recent_staleness() is None
+    assert run.coordinator.tally.mean_recent_staleness() == 0.5
+    assert run.coordinator.tally.mean_recent_staleness() is None
 
 
 @pytest.mark.parametrize("aggregation", ["synchronous", "asynchronous", "stale-synchronous:bound=1", "buffered:k=2"])

@@ -9,8 +9,6 @@ from tests.ranks import Play
 SCRIPT = Path(__file__).with_name("distributed_checkpoint_script.py")
 
 
-@pytest.mark.parametrize(
-    ("what", "ranks"), [("async", 2), ("late", 2), ("cut", 2), ("split", 2), ("cut", 4), ("split", 4)]
-)
+@pytest.mark.parametrize(("what", "ranks"), [("async", 2), ("late", 2), ("cut", 2), ("split", 4)])
 def test_ranks(tmp_path: Path, play: Play, what: str, ranks: int) -> None:
     play(SCRIPT, what, size=ranks, folder=tmp_path)

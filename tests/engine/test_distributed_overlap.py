@@ -65,7 +65,7 @@ def test_it_is_what_virtual_time_says(started: tuple[int, Path], name: str) -> N
         assert run["summary"][count] == virtual["summary"][count], count
 
 
-@pytest.mark.parametrize("name", OVERLAPPED)
+@pytest.mark.parametrize("name", [*OVERLAPPED][::3])
 def test_alone_there_is_nobody_to_send_to(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = told(OVERLAPPED[name].run(1, "distributed"))
     monkeypatch.setattr(overlap, "BUCKET_BYTES", 64)

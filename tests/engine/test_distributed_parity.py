@@ -157,7 +157,7 @@ def test_something_was_skipped(started: tuple[int, Path]) -> None:
         assert found(started, name)["summary"]["nonfinite"] > 0
 
 
-@pytest.mark.parametrize("name", [*ONE_PROCESS, *ACCUMULATED, *LIKE_VIRTUAL, *LOCAL_STEPS])
+@pytest.mark.parametrize("name", [*ONE_PROCESS, *ACCUMULATED, *LIKE_VIRTUAL, *LOCAL_STEPS][::3])
 def test_alone_in_one_process(name: str) -> None:
     case = CASES[name]
     run, virtual = told(case.run(1, "distributed")), told(case.run(1, "virtual"))

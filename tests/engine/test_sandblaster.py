@@ -2,6 +2,7 @@
 
 import functools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -203,6 +204,31 @@ def test_data_of_a_function_are_refused() -> None:
 
     with pytest.raises(InputError, match="write train= as a data set"):
         virtual(programs.program(train=batches), "replicas=2 aggregation=sandblaster", steps=2)
+
+
+def test_own_loops_in_virtual_time_are_refused() -> None:
+    with pytest.raises(InputError, match="write engine=local, or another policy"):
+        virtual(programs.program(), "replicas=2 aggregation=sandblaster", steps=2, loop=lambda worker: None)
+
+
+def test_a_global_batch_is_divided_into_portions() -> None:
+    fields: dict[str, Any] = {"batch_size": None, "global_batch_size": 20}
+    strategy = "replicas=3 aggregation=sandblaster:portions=5"
+    assert same(virtual(programs.program(), strategy, steps=4), virtual(programs.program(**fields), strategy, steps=4))
+    with pytest.raises(InputError, match=r"evenly over portions=5 .* write global_batch_size=20"):
+        virtual(programs.program(**fields | {"global_batch_size": 21}), strategy, steps=4)
+
+
+@pytest.mark.parametrize("before", ["replicas=4", "replicas=2 aggregation=sandblaster:portions=4"])
+def test_it_goes_on_after_another_policy_and_before_one(tmp_path: Path, before: str) -> None:
+    """A round of four replicas, and four portions: whoever goes on takes the next one."""
+    program = programs.program(optimizer=MOMENTUM)
+    virtual(program, before, steps=4, checkpoint=tmp_path)
+    whole = virtual(program, "replicas=4", steps=9)
+    for after in ("replicas=4", "replicas=3 aggregation=sandblaster:portions=4"):
+        run = virtual(program, after, steps=9, resume=tmp_path)
+        assert same(whole, run)
+        assert run.summary["updates"] == 9
 
 
 def test_torchs_own_lbfgs_is_refused_with_what_does_the_same() -> None:

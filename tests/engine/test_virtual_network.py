@@ -53,6 +53,8 @@ def spans(run: Run, replica: int, *actions: str) -> list[tuple[float, float]]:
         ("replicas=2", 2, 1.5 + 1 + 1.5 + 0.5),
         # Replicas go round the hosts: 0 and 2 are beside the server, and 1 alone uses the link.
         ("replicas=3 servers=1", 2, 2.5 + 1 + 2.5 + 1.25),
+        # A comes once, however many Δs a replica computes of it.
+        ("replicas=1 aggregation=sandblaster:portions=3", 1, 0.5 + 3 * (1 + 0.5) + 1.25),
     ],
 )
 def test_a_round_takes_what_its_messages_take(strategy: str, hosts: int, round_s: float) -> None:
@@ -174,7 +176,7 @@ def test_an_epoch_stays_exact() -> None:
 POLICIES = [
     *("synchronous", "synchronous:backups=1", "asynchronous", "stale-synchronous:bound=1", "smooth-switch:every=10"),
     *("buffered:k=2", "buffered:k=2,hold=false", "buffered:k=2,cancel=true", "local-steps:period=2"),
-    *("local-steps:period=2,over=asynchronous", "elastic-averaging:period=2"),
+    *("local-steps:period=2,over=asynchronous", "elastic-averaging:period=2", "sandblaster:portions=7"),
 ]
 
 

@@ -196,9 +196,17 @@ class Traffic:
         self.outgoing_s, self.incoming_s = [0.0] * network.hosts, [0.0] * network.hosts
         """When each host's link will be free."""
 
-    def pull(self, replica: ReplicaId, at_s: Seconds) -> Seconds:
-        """Send a replica A, a slice from each server; return when the last one arrives."""
+    def pull(self, replica: ReplicaId, at_s: Seconds, *, has: bool = False) -> Seconds:
+        """Send a replica A, a slice from each server; return when the last one arrives.
+
+        Args:
+            replica: that goes on.
+            at_s: when.
+            has: whether it has this A, and is sent the word to go on alone.
+        """
         host = self._host_of(replica)
+        if has:
+            return at_s + (0.0 if host == self._servers[0] else self._latency_s)
         return max([self._message(server, host, at_s) for server in self._servers])
 
     def push(self, replica: ReplicaId, at_s: Seconds) -> Seconds:

@@ -303,13 +303,6 @@ class Coordinator:
             self._execute(Discard(tuple(self._held.values())))
         self.present.clear()
 
-    def recent_staleness(self) -> float | None:
-        """Return the mean staleness of the Δs applied since the last call."""
-        tally = self.tally
-        mean = tally.recent_staleness / tally.recent_applied if tally.recent_applied else None
-        tally.recent_staleness = tally.recent_applied = 0
-        return mean
-
     # ------------------------------------------------------------------------------------------------------ decisions
 
     def _decide(self, state: Any, decision: Decision) -> None:
@@ -329,12 +322,7 @@ class Coordinator:
             for arrival in arrivals:
                 del self._held[arrival.replica, arrival.clock]
                 self._dispatcher.settled(arrival.replica, arrival.clock)
-                staleness = self.version - arrival.version
-                tally.staleness[staleness] += 1
-                tally.recent_staleness += staleness
-                tally.samples += arrival.samples
-            tally.applied += len(arrivals)
-            tally.recent_applied += len(arrivals)
+                tally.count_applied(self.version - arrival.version, arrival.samples)
             self.version += 1
         elif isinstance(action, Release):
             for replica, portion in zip(action.replicas, self._portions(action), strict=True):

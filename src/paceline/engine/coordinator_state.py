@@ -29,6 +29,20 @@ class Tally:
     recent_staleness: int = 0
     recent_applied: int = 0
 
+    def count_applied(self, staleness: int, samples: int) -> None:
+        """Count a Δ of so many samples that was applied to an A so many updates newer than its own."""
+        self.staleness[staleness] += 1
+        self.recent_staleness += staleness
+        self.samples += samples
+        self.applied += 1
+        self.recent_applied += 1
+
+    def mean_recent_staleness(self) -> float | None:
+        """Return the mean staleness of the Δs applied since the last call."""
+        mean = self.recent_staleness / self.recent_applied if self.recent_applied else None
+        self.recent_staleness = self.recent_applied = 0
+        return mean
+
 
 @dataclass(frozen=True)
 class CoordinatorState:

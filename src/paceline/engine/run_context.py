@@ -224,10 +224,12 @@ def order_of(job: Job) -> DataOrder | None:
     program, strategy = job.program, job.strategy
     if is_source(program.train):
         return None
-    shares = strategy.aggregation.portions or strategy.replicas
-    batch_size = program.per_replica_batch(shares, strategy.accumulate)
+    portions = strategy.aggregation.portions
+    shares = portions or strategy.replicas
+    among = "replicas" if portions is None else "portions"
+    batch_size = program.per_replica_batch(shares, strategy.accumulate, among)
     samples = length(cast(Data, program.train))
-    streams = 1 if strategy.elastic and strategy.aggregation.portions is None else shares
+    streams = 1 if strategy.elastic and portions is None else shares
     return DataOrder(samples, batch_size, streams, program.seed, strategy.partition)
 
 

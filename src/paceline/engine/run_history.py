@@ -117,7 +117,7 @@ class RunHistory:
             updates=coordinator.version,
             gradients=coordinator.tally.gradients,
             threshold=coordinator.threshold,
-            staleness_mean=coordinator.recent_staleness(),
+            staleness_mean=coordinator.tally.mean_recent_staleness(),
             train_loss=self._recent_loss(),
             statistics=self._noise.since_last(time_s, coordinator.tally.samples) if self._noise else {},
         )

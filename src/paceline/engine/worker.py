@@ -331,8 +331,9 @@ class ClientWorker(Worker):
             stream, number = self._client.batch()
             if self._left_out and self._shared:
                 raise InputError(
-                    "the loop made no step on a batch, but replicas that come and go share their batches, so each "
-                    "needs one; write worker.step(batch) for every batch, or a fixed number of replicas"
+                    "the loop made no step on a batch, but replicas that come and go, or compute portions, share their "
+                    "batches, so each needs one; write worker.step(batch) for every batch, or a fixed number of "
+                    "replicas under another policy"
                 )
             # A loop that leaves batches out, or makes several steps on one, goes through its own stream all the same.
             own = stream == self.replica and not self._shared

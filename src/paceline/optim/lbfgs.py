@@ -32,6 +32,10 @@ from paceline.optim.layers import require
 # Sufficient decrease and curvature: constants of the strong Wolfe conditions (torch has the same).
 C1, C2 = 1e-4, 0.9
 
+# Differences of losses below so many roundings of their dtype say nothing of a decrease: slopes alone decide then
+# (approximate Wolfe conditions: Hager, Zhang 2005, equation 2.2), so that x comes as near to the optimum as it can.
+ROUNDINGS = 4
+
 # Trials of one line search, after which the best one is taken.
 MOST_TRIALS = 25
 
@@ -295,6 +299,10 @@ class LBFGS(LossOptimizer):
         self._note(trials=trials)
         enough = new.loss <= start.loss + C1 * new.step * start.slope
         flat = abs(new.slope) <= -C2 * start.slope
+        level = ROUNDINGS * torch.finfo(self._parameters[0].dtype).eps * abs(start.loss)
+        if abs(new.loss - start.loss) <= level and C2 * start.slope <= new.slope <= (2 * C1 - 1) * start.slope:
+            self._accept(new, gradient)
+            return
         if self._number("bracketed"):
             high = self._point("high")
             if not enough or new.loss >= low.loss:

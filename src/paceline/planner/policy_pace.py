@@ -62,7 +62,7 @@ class Pace:
     discarded: float
     """Share of attempts that are in no update, cancelled ones among them."""
     batch_s: Seconds
-    """Time of a batch on a replica without delay."""
+    """Of a batch on a replica without delay."""
     updates: int = 0
     """Updates of the simulation; 0: the pace follows from equations."""
 
@@ -158,8 +158,7 @@ def _local_steps(period: int, group: DelayedReplicas) -> Pace | None:
 
 # Times to draw for all replicas together, for at least as many clocks as follow.
 _ATTEMPTS = 50_000
-_CLOCKS = 64
-_CLOCKS_PER_BOUND = 40
+_CLOCKS, _CLOCKS_PER_BOUND = 64, 40
 # Share of the clocks until the fast replicas have run into the bound.
 _WARM_UP = 0.5
 
@@ -266,10 +265,10 @@ class Simulation:
         self._now: Seconds = 0.0
         self._clocks = [0] * replicas
         self._attempts: list[SimulatedAttempt | None] = [None] * replicas
+        self._has: dict[ReplicaId, Version] = {}  # the A that each was sent last over the network
         self._events: EventQueue[SimulatedAttempt] = EventQueue()
-        self.coordinator = Coordinator(
-            policy, replicas, dispatcher_of(policy, replicas, Unbounded(self.micro_steps)), self
-        )
+        dispatcher = dispatcher_of(policy, replicas, Unbounded(self.micro_steps))
+        self.coordinator = Coordinator(policy, replicas, dispatcher, self)
         self.coordinator.begin()
 
     def turn(self) -> None:
@@ -302,8 +301,9 @@ class Simulation:
         traffic, now_s = self._hosts.traffic, self._events.now_s
         assert traffic is not None, "phases before the arrival are those of a network"
         if attempt.phase == "granted":
-            attempt.phase = "computing"
-            self._events.push(traffic.pull(attempt.replica, now_s) + attempt.work_s, attempt)
+            has = self._has.get(attempt.replica) == attempt.version
+            attempt.phase, self._has[attempt.replica] = "computing", attempt.version
+            self._events.push(traffic.pull(attempt.replica, now_s, has=has) + attempt.work_s, attempt)
         else:
             attempt.phase = "arriving"
             self._events.push(traffic.push(attempt.replica, now_s), attempt)
@@ -319,6 +319,7 @@ class Simulation:
             attempt, self._attempts[replica] = self._attempts[replica], None
             if attempt is not None:
                 attempt.cancelled = True
+            self._has.pop(replica, None)
             self.coordinator.left(replica, "died")
 
     def counts(self) -> tuple[float, ...]:
@@ -357,12 +358,12 @@ class Simulation:
             update_s = next(self._apply) + sum(next(self._gradient) for _ in action.deltas)
             self._now += update_s / self._hosts.servers
 
-    def discard(self, arrivals: tuple[Arrival, ...]) -> None:
-        del arrivals
+    def discard(self, arrivals: tuple[Arrival, ...]) -> None: ...
 
     def cancel(self, replica: ReplicaId) -> None:
         attempt = self._attempts[replica]
         assert attempt is not None, "it computes"
+        self._has.pop(replica, None)  # it may not have arrived
         attempt.cancelled = True  # its event stays in the queue, and is ignored
         self.coordinator.cancelled(replica)
 

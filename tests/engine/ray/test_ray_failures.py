@@ -136,10 +136,13 @@ def assert_nothing_was_lost(on_ray: OnRay, loop: Callable[[Any], None], servers:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "model"),
-    [("replicas=3", programs.dropout), ("replicas=2 accumulate=2", programs.batchnorm), ("replicas=1", programs.mlp)],
+    ("strategy", "model", "dying"),
+    [
+        ("replicas=3", programs.dropout, test_on_death.dying_within),
+        ("replicas=2 accumulate=2", programs.batchnorm, test_on_death.dying),
+        ("replicas=1", programs.mlp, test_on_death.dying_within),
+    ],
 )
-@pytest.mark.parametrize("dying", [test_on_death.dying, test_on_death.dying_within])
 def test_a_replaced_replica_changes_no_bit(
     on_ray: OnRay, tmp_path: Path, strategy: str, model: Any, dying: Any
 ) -> None:

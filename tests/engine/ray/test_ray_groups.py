@@ -22,7 +22,6 @@ from tests.engine.local.test_replica_group import ROUNDING, TEAMS
 from tests.engine.local.test_replica_group_failures import pid_of
 from tests.engine.ray import server_moments
 from tests.engine.ray.commands import pushing
-from tests.engine.ray.test_ray_parity import OF_ONE
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
 
@@ -55,8 +54,14 @@ def test_in_lockstep_they_are_one_process(on_ray: OnRay, tmp_path: Path, team: s
     assert run.summary["optimizer_bytes"] == [0] * strategy.workers
 
 
-@pytest.mark.parametrize("team", ["stages=2 micro_batches=2", "shards=2"])
-@pytest.mark.parametrize("policy", OF_ONE)
+@pytest.mark.parametrize(
+    ("team", "policy"),
+    [
+        ("stages=2 micro_batches=2", "smooth-switch:threshold=loss-driven"),
+        ("shards=2", "decoupled:period=2,quorum=1"),
+        ("shards=2", "robust:k=1"),
+    ],
+)  # each policy over each form: tests/test_combinations.py
 def test_alone_one_does_what_virtual_time_says(on_ray: OnRay, policy: str, team: str) -> None:
     """Its Δs arrive in one order only."""
     strategy = f"{team} aggregation={policy}"

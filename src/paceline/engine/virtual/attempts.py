@@ -18,7 +18,7 @@ from paceline.clock.network import Traffic
 from paceline.clock.times import EventQueue
 from paceline.core.data_order import BatchRange
 from paceline.core.records import WorkerFigures
-from paceline.core.types import Clock, ReplicaId, Seconds
+from paceline.core.types import Clock, ReplicaId, Seconds, Version
 from paceline.engine.run_context import RunContext
 from paceline.engine.step_profile.forecast import ReplicaTiming, virtual_span
 from paceline.engine.virtual.durations import AttemptTimes, MeasuredDurations, SampledDurations
@@ -57,6 +57,8 @@ class Attempts:
         """Those, and the ones that have not arrived, in the order in which they began."""
         self.ahead: dict[ReplicaId, FlatState] = {}
         """The A that the next attempt of each replica reads which pulls ahead."""
+        self._has: dict[ReplicaId, Version] = {}
+        """The A that each replica was sent last over the network."""
         self.spans: list[Span] = []
 
     @property
@@ -103,7 +105,9 @@ class Attempts:
         replica, now_s, traffic = attempt.replica, attempt.due_s, self._traffic
         assert traffic is not None, "phases before the arrival are those of a network"
         if attempt.phase == "granted":
-            from_s = traffic.pull(replica, now_s)
+            has = self._has.get(replica) == attempt.version and not self._pull_ahead
+            from_s = traffic.pull(replica, now_s, has=has)
+            self._has[replica] = attempt.version
             compute_s, delay_s = attempt.work_s
             times = AttemptTimes(from_s - now_s, compute_s, delay_s, 0.0)
             self._schedule(attempt, "computing", self._work(attempt, times, now_s, from_s, end_s))
@@ -118,6 +122,7 @@ class Attempts:
         timeline = self.timelines[replica]
         attempt = timeline.attempt
         self.ahead.pop(replica, None)
+        self._has.pop(replica, None)
         timeline.ahead_s = None  # also where it is at none: it may come back much later
         if attempt is not None:
             attempt.void = True
@@ -152,11 +157,12 @@ class Attempts:
         queue = (attempt.replica for attempt in self._events if not attempt.void)
         ahead = ((replica, state.version) for replica, state in self.ahead.items())
         timelines = (each.state(end_s) for each in self.timelines)
-        return AttemptsState(tuple(begun), tuple(queue), tuple(timelines), tuple(ahead))
+        return AttemptsState(tuple(begun), tuple(queue), tuple(timelines), tuple(ahead), tuple(self._has.items()))
 
     def restore(self, state: AttemptsState, attempts: Iterable[tuple[PendingDelta, bool]], read: ReadStates) -> None:
         """Go on where a run stopped, with its attempts, and whether each has arrived; ``read``: what they had read."""
         self.ahead = {replica: read.of(version) for replica, version in state.ahead}
+        self._has = dict(state.has)
         for replica, (timeline, saved) in enumerate(zip(self.timelines, state.timelines, strict=True)):
             timeline.restore(saved)
             self._durations.skip(replica, saved.clock, saved.micro_clock)

@@ -47,7 +47,7 @@ from paceline.engine.virtual.saved_state import (
     held_attempts,
     restored_attempts,
 )
-from paceline.engine.virtual.user_loops import UserLoops
+from paceline.engine.virtual.user_loops import UserLoops, refuse_loops
 from paceline.engine.virtual.vmap_gradients import delta_computer
 from paceline.replica.flat_state import FlatLayout, FlatState, write
 from paceline.replica.local_sgd import LocalSGD
@@ -69,6 +69,7 @@ class VirtualEngine(Engine):
         parts = (times.compute, times.transfer, times.apply, times.gradient)
         timeless = all(not isinstance(part, str) and part.mean_s == 0 for part in parts) and times.network is None
         refuse_servers(times.network, job.strategy.servers)
+        refuse_loops(job)
         if job.budget.unit == "seconds" and timeless:
             raise InputError(
                 f"times={str(job.times)!r}: nothing takes time, so seconds never pass; write compute=0.01, or steps="
@@ -143,8 +144,7 @@ class VirtualRun:
             if self._consistent:
                 self._checkpointer.finish(self._now)
         self._coordinator.finish()
-        moved = self._optimizer.finish(self._optimizer.state.layout.new)
-        if moved or not self._loop.history.is_current(self._now):
+        if self._optimizer.finish(self._optimizer.state.layout.new) or not self._loop.history.is_current(self._now):
             self._record(self._now)
         return self._result(signal)
 
@@ -269,8 +269,7 @@ class VirtualRun:
         seen = (self._take(arrival, weight) for arrival, weight in action.deltas)
         if self._estimator is None:
             deltas, read = ((s.delta, s.weight) for s in seen), self._attempts.kept(action)
-            version = self._coordinator.version
-            loss = mean_loss(action)
+            version, loss = self._coordinator.version, mean_loss(action)
             self._optimizer.apply(deltas, action.rate, alone=action.alone, version=version, read=read, loss=loss)
         else:
             observed = self._estimator.through(seen, len(action.deltas))

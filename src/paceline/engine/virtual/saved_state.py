@@ -65,6 +65,8 @@ class AttemptsState(NamedTuple):
     timelines: tuple[TimelineState, ...]
     ahead: tuple[tuple[ReplicaId, Version], ...] = ()
     """Version of the A that the next attempt of each replica reads which pulls ahead."""
+    has: tuple[tuple[ReplicaId, Version], ...] = ()
+    """Version of the A that each replica was sent last over the network."""
 
 
 @dataclass(frozen=True)

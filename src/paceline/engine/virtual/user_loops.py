@@ -13,10 +13,22 @@ from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from typing import Any
 
-from paceline.core.errors import WorkerError
+from paceline.aggregation import text_of
+from paceline.core.errors import InputError, WorkerError
 from paceline.core.types import ReplicaId
+from paceline.engine.base import Job
 from paceline.engine.worker import TrainingEnded, Worker
 from paceline.replica.base import Batch, as_batch
+
+
+def refuse_loops(job: Job) -> None:
+    """Raise InputError for an own loop under a policy that deals out the batches."""
+    policy = job.strategy.aggregation
+    if job.loop is not None and policy.portions is not None:
+        raise InputError(
+            f"aggregation={text_of(policy)}: in virtual time an own loop goes through its replica's stream of batches, "
+            "but here no replica has one; write engine=local, or another policy"
+        )
 
 
 class LoopWorker(Worker):
