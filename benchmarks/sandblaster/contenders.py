@@ -23,6 +23,9 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad
 
 from paceline import LBFGS, NonFiniteError, Program, train
+from paceline.clock.cluster_file import Links
+from paceline.clock.network import Network
+from paceline.clock.times import Times
 from paceline.core.records import Record
 from paceline.datasets import load_program
 from paceline.datasets.models import Samples, classifier, mlp
@@ -152,6 +155,22 @@ def times_of(contender: Contender, batch: int, replicas: int, servers: int) -> s
     )
 
 
+def times_over_network(contender: Contender, batch: int, replicas: int, size_bytes: int) -> Times:
+    """Return the same times where a network says how long messages take, and A is sent once to each replica.
+
+    On each host are a replica and a server; the host's link carries one slice of an A or a Δ at a time. The model that
+    learns is smaller than the one whose times these are, so links are as much slower.
+    """
+    compute = batch * SAMPLE_S
+    # All servers share an update, so it is said for one; a copy inside a host reads and writes its memory.
+    times = (
+        f"compute=normal:mean={compute:.6g},std={SPREAD * compute:.6g} "
+        f"apply={contender.passes * PASS_S:.6g} gradient={DELTA_PASSES * PASS_S:.6g}"
+    )
+    links = Links(size_bytes / (2 * PASS_S), size_bytes / TRANSFER_S, between_latency_s=LATENCY_S)
+    return replace(Times.parse(times), network=Network(replicas, links))
+
+
 class Result(NamedTuple):
     """What a run says."""
 
@@ -215,6 +234,8 @@ def run(
             found = train(program, f"replicas={replicas} aggregation={policy}", seconds=most, **settings)
     except NonFiniteError:
         return Result(None, [], 0)
+    if found.summary["interrupted"]:
+        raise KeyboardInterrupt("a run that was interrupted has no row")
     reached = (each.time_s for each in found.history if each.test_loss is not None and each.test_loss <= TARGET)
     return Result(next(reached, None), found.history, found.summary["updates"])
 
@@ -236,3 +257,33 @@ def seconds_over_ideal(policy: str, portions: int, batches: int = 20) -> float:
         progress=False,
     )
     return found.history[-1].time_s / batches / (portions / 7.2)
+
+
+def batch_s(portions: int, replicas: int, *, network: bool, backups: bool = True, slow: bool = False) -> float:
+    """Return the mean seconds of a batch of Sandblaster L-BFGS, of as many as it takes to the target.
+
+    Args:
+        portions: for each replica.
+        replicas: their number.
+        network: whether A and Δs go over a network, which sends a replica A once a batch; else each is a transfer.
+        backups: whether who is free computes what another has not finished.
+        slow: whether an eighth of the replicas take five times as long for a sample.
+    """
+    batches = 8
+    contender, program = CONTENDERS["Sandblaster L-BFGS"], problem(0)
+    batch = len(as_tensors(program.train)[1]) // (portions * replicas)  # type: ignore[index]
+    times: str | Times = times_of(contender, batch, replicas, replicas)
+    if network:
+        size_bytes = sum(each.nbytes for each in program.build().parameters())
+        times = times_over_network(contender, batch, replicas, size_bytes)
+    found = train(
+        replace(program, optimizer=contender.optimizer, batch_size=batch),
+        f"replicas={replicas} aggregation=sandblaster:portions={portions * replicas},backups={str(backups).lower()}",
+        engine="virtual",
+        times=times,
+        delay=f"fraction=0.125 {4 * batch * SAMPLE_S:.6g}" if slow else None,
+        steps=batches,
+        evaluate_every=batches,
+        progress=False,
+    )
+    return found.history[-1].time_s / batches

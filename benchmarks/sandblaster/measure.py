@@ -22,7 +22,7 @@ import contenders
 from contenders import ALONE_S, CONTENDERS, WARM_REPLICAS, WARMED, Setting
 from kit.machine import machine
 from kit.sheet import Sheet
-from page import KEYS, best, page
+from page import BATCH_KEYS, KEYS, best, page
 
 HERE = Path(__file__).parent
 REPLICAS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -34,6 +34,8 @@ FINALISTS = 2
 CURVES = {8: 20.0, 64: 8.0}
 """Replicas of the curves over time, and their seconds."""
 PORTIONS = (8, 16, 24, 32, 40, 48, 64, 96, 128)
+ROUNDS = ((1, False), (8, False), (8, True), (64, False), (256, False))
+"""Replicas of the seconds of a batch, and whether an eighth of them are slow."""
 
 
 class Task(NamedTuple):
@@ -139,6 +141,16 @@ def backups(sheet: Sheet) -> None:
             sheet.put({"policy": policy, "portions": portions, "over_ideal": over} | machine())
 
 
+def batches(sheet: Sheet) -> None:
+    """Measure the seconds of a batch by portions, where A is sent for each of them, and where it is sent once."""
+    for replicas, slow in ROUNDS:
+        for network, backups in ((False, True), (True, True), (True, False)):
+            for portions in contenders.PORTIONS:
+                if sheet.find(*(key := (replicas, slow, network, backups, portions))) is None:
+                    took = contenders.batch_s(portions, replicas, network=network, backups=backups, slow=slow)
+                    sheet.put(dict(zip(BATCH_KEYS, key, strict=True)) | {"batch_s": f"{took:.4g}"} | machine())
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what is not there yet, or write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -150,6 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = said.out / "results"
     if not said.page:
         backups(Sheet(results / "backups.csv", ("policy",)))
+        batches(Sheet(results / "batches.csv", BATCH_KEYS))
         measure(results, said.data, said.processes)
     page(results, said.out)
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -77,6 +78,26 @@ def test_what_a_slow_replica_costs(contenders: Any, policy: str, portions: int, 
     assert contenders.seconds_over_ideal(policy, portions, batches=5) == pytest.approx(over, rel=1e-9)
 
 
+@pytest.mark.parametrize("portions", [1, 4])
+def test_over_a_network_a_batch_takes_one_a_and_a_delta_for_each_portion(contenders: Any, portions: int) -> None:
+    """A single replica sends inside its host, in 2 passes."""
+    sent = 2 * contenders.PASS_S
+    expected = sent + 1024 * contenders.SAMPLE_S + portions * (sent + 3 * contenders.PASS_S) + 100 * contenders.PASS_S
+    # What is left out is the latency inside a host, 5 us for each message.
+    assert contenders.batch_s(portions, 1, network=True) == pytest.approx(expected, abs=1e-4)
+
+
+def test_several_portions_pay_where_a_replica_is_slow_and_a_is_sent_once(contenders: Any) -> None:
+    """Times are drawn from a seed, and do not depend on the host."""
+    took = {
+        (network, slow, n): contenders.batch_s(n, 8, network=network, slow=slow)
+        for network in (False, True)
+        for slow in (False, True)
+        for n in (1, 2)
+    }
+    assert [key[:2] for key in took if key[2] == 2 and took[key] < took[*key[:2], 1]] == [(True, True)]
+
+
 def test_lbfgs_reaches_the_target_in_fewer_batches_and_sooner_with_more_replicas(contenders: Any) -> None:
     found = {n: contenders.run("Sandblaster L-BFGS", contenders.Setting(1, 1.0, 10), n, 0) for n in (2, 16)}
     assert found[2].updates == found[16].updates  # the same sums but for rounding
@@ -90,6 +111,13 @@ def test_what_does_not_reach_the_target_has_no_time(contenders: Any) -> None:
     found = contenders.run("Downpour SGD", contenders.Setting(8, 0.6), 64, 0)
     assert found.time_s is None
     assert math.inf > min(record.test_loss for record in found.history) > contenders.TARGET
+
+
+def test_a_run_that_was_interrupted_has_no_result(contenders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted = SimpleNamespace(summary={"interrupted": True, "updates": 3}, history=[])
+    monkeypatch.setattr(contenders, "train", lambda *_, **__: interrupted)
+    with pytest.raises(KeyboardInterrupt, match="no row"):
+        contenders.run("Downpour SGD", contenders.Setting(8, 0.6), 2, 0)
 
 
 def test_a_warm_start_is_of_one_replica(contenders: Any) -> None:
@@ -142,7 +170,8 @@ def test_the_command_in_small(load: Load, tmp_path: Path, monkeypatch: pytest.Mo
     for name in set(measure.CONTENDERS) - set(kept):
         monkeypatch.delitem(measure.CONTENDERS, name)
     small = {"REPLICAS": (8,), "FEW_SERVERS": 2, "OF_FEW": (8,), "CURVES": {8: 4.0}, "PORTIONS": (8,)}
-    for name, value in (small | {"WARMED": ("Downpour Adagrad",), "WARM_REPLICAS": (8,)}).items():
+    other = {"ROUNDS": ((2, True),), "WARMED": ("Downpour Adagrad",), "WARM_REPLICAS": (8,)}
+    for name, value in (small | other).items():
         monkeypatch.setattr(measure, name, value)
         if hasattr(page, name):
             monkeypatch.setattr(page, name, value)
@@ -158,6 +187,8 @@ def test_the_command_in_small(load: Load, tmp_path: Path, monkeypatch: pytest.Mo
         assert time_s < page.best(times["times"], "2", 8, side)[1], "the links of two servers"
         assert page.said(time_s) in next(line for line in text.splitlines() if line.startswith("| 8 |"))
         assert page.curve(times["curves"], 8, side)[-1][1] > 0.9, setting
+    sent = ("for each portion", "once", "once, no backups")
+    assert [f"| 2, an eighth slow | {how} |" in text for how in sent] == [True] * 3
     for picture in ("replicas.svg", "accuracy.svg"):
         assert ElementTree.parse(tmp_path / "results" / picture).getroot().tag.endswith("svg")
     monkeypatch.setattr(measure, "done", None)
