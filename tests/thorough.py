@@ -30,6 +30,7 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/accelerator/test_process_group.py", PARITY),
     Thorough("tests/benchmarks/test_gradient_blocks.py", BENCHMARK),
     Thorough("tests/benchmarks/test_reducers.py", BENCHMARK),
+    Thorough("tests/benchmarks/test_sandblaster.py", BENCHMARK),
     Thorough("tests/accelerator/test_cpp_device.py", "builds an extension in C++, which takes half a minute"),
     Thorough("tests/test_combinations.py", "every policy over every form of replica on four engines"),
     Thorough("tests/test_readme.py::test_programs_in_the_text_run_as_they_stand", PROGRAMS, but_first=True),
