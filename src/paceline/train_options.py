@@ -298,11 +298,12 @@ def _check_evaluations(job: Job, case: Case, options: TrainOptions) -> None:
             f"{what} needs the loss of all replicas, which ranks in lockstep do not exchange; write "
             "aggregation=sandblaster, or engine=local"
         )
-    if job.program.clip_norm is not None:
-        raise InputError(
-            f"{what} takes Δ for the gradient of the loss, which clip_norm={job.program.clip_norm} makes it not; write "
-            "clip_norm=None"
-        )
+    changes = {"clip_norm": job.program.clip_norm, "compression": strategy.compression}
+    for name, value in changes.items():
+        if value not in (None, "none"):
+            raise InputError(
+                f"{what} takes Δ for the gradient of the loss, which {name}={value} makes it not; leave {name} out"
+            )
     if getattr(strategy.aggregation, "combine", "mean") != "mean" or options.on_nonfinite == "skip":
         raise InputError(
             f"{what} needs the mean over all samples of each batch; write combine=mean and on_nonfinite='stop'"

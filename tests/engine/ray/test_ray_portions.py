@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline import Run
+from paceline import InputError, Run
 from paceline.engine.base import Watcher
 from paceline.engine.ray.engine import RayEngine
 from tests import oracle
@@ -32,6 +32,11 @@ def test_lbfgs_makes_torchs_steps(on_ray: OnRay, servers: int, team: str) -> Non
     run = on_ray(portioned("stiff", 7), strategy, steps=evaluations)
     oracle.assert_same(run.model, model, ROUNDING)
     assert run.summary["updates"] == evaluations
+
+
+def test_what_compresses_is_no_gradient(on_ray: OnRay) -> None:
+    with pytest.raises(InputError, match="leave compression out"):
+        on_ray(portioned("mlp", 2), "replicas=2 compression=fp16", steps=2)
 
 
 @pytest.mark.parametrize("on_death", ["continue", "replace"])

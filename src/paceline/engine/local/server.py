@@ -213,6 +213,7 @@ class SharedMemoryServer:
         held = [(a, *self._undecided.pop((a.replica, a.clock)), weight) for a, weight in action.deltas]
         deltas = [(self._arena.delta(a.replica, slot), weight) for a, slot, _, weight in held]
         destination, estimator = self.versions.free(), self._context.estimator
+        out, loss = self._arena.version(destination), mean_loss(action)
         # A worker that reads the buffer meanwhile, by a defect, finds another version than it was granted.
         self._control.versions[destination] = BEING_WRITTEN
         idle = self._context.idle() if self._parallel is not None and self._parallel.worth(len(deltas)) else []
@@ -220,9 +221,8 @@ class SharedMemoryServer:
             slots = [(a.replica, slot, weight) for a, slot, _, weight in held]
             self._parallel.apply(slots, action.rate, (self.versions.current, destination), idle)
         elif estimator is None:
-            out, keeps_read = self._arena.version(destination), self._context.run.keeps_read
+            keeps_read = self._context.run.keeps_read
             read = [self._arena.version(self.versions.read_by(a.replica)) for a, *_ in held] if keeps_read else []
-            loss = mean_loss(action)
             owner.apply(deltas, action.rate, alone=action.alone, out=out, version=self.version, read=read, loss=loss)
         else:
             pairs = zip(held, deltas, strict=True)
@@ -230,7 +230,7 @@ class SharedMemoryServer:
                 ObservedDelta(delta, weight, a.samples, a.version, micro) for (a, _, micro, _), (delta, weight) in pairs
             ]
             observed = estimator.through(seen, len(deltas))
-            owner.apply(observed, action.rate, alone=action.alone, out=self._arena.version(destination))
+            owner.apply(observed, action.rate, alone=action.alone, out=out, loss=loss)
             estimator.updated()
         synchronize(self._arena.layout.device)  # replicas read it, and overwrite the Δs, without asking the device
         self._control.versions[destination] = self.version + 1

@@ -267,14 +267,14 @@ class VirtualRun:
             raise _TimeUp
         self._now = ends
         # Generators: each Δ is computed when it is added to the sum, and let go before the next one.
-        seen = (self._take(arrival, weight) for arrival, weight in action.deltas)
+        seen, loss = (self._take(arrival, weight) for arrival, weight in action.deltas), mean_loss(action)
         if self._estimator is None:
             deltas, read = ((s.delta, s.weight) for s in seen), self._attempts.kept(action)
-            version, loss = self._coordinator.version, mean_loss(action)
+            version = self._coordinator.version
             self._optimizer.apply(deltas, action.rate, alone=action.alone, version=version, read=read, loss=loss)
         else:
             observed = self._estimator.through(seen, len(action.deltas))
-            self._optimizer.apply(observed, action.rate, alone=action.alone)
+            self._optimizer.apply(observed, action.rate, alone=action.alone, loss=loss)
             self._estimator.updated()
         self._snapshot = None
         self._observer.applied(self._now - began)
