@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -256,6 +257,29 @@ def test_ctrl_c_keeps_what_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(line.split()[1] for line in found.table().splitlines()[3:]) == ["0", "1", "1"]
 
 
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_a_signal_ends_it_also_while_jobs_that_had_slices_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: SharedRuns, at: int
+) -> None:
+    """Three jobs are read, then slices go on; what the signal has cut short is not a slice yet, and is made later."""
+    share(steps=4, checkpoint=tmp_path / "ckpt")
+    calls = list[Run]()
+
+    def interrupted(*args: Any, **options: Any) -> Run:
+        calls.append(train(*args, **options))
+        if len(calls) == at + 1:
+            calls[-1].summary.update(interrupted=True, signal="SIGTERM")
+        return calls[-1]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MODULE, "train", interrupted)
+        found = share(steps=8, checkpoint=tmp_path / "ckpt", resume=True)
+    assert (found.signal, len(found.slices), len(calls)) == ("SIGTERM", 3, max(3, at + 1))
+    found = share(steps=8, checkpoint=tmp_path / "ckpt", resume=True)
+    assert (found.signal, len(found.slices)) == (None, 6)
+    assert all(same(found.runs[name], whole.runs[name]) for name in JOBS)
+
+
 def test_a_slice_that_could_not_be_saved_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def unsaved(*args: Any, **options: Any) -> Run:
         run = train(*args, **options)
@@ -338,3 +362,14 @@ def test_a_job_that_diverges_is_named() -> None:
     jobs = {"tame": JOBS["slow"], "wild": programs.program(train=(inputs / 0, targets))}
     with pytest.raises(NonFiniteError, match="job wild: "):
         share(jobs, steps=8, scheduler="cyclic")
+
+
+def test_the_page_s_program_gives_the_quick_job_more_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parents[1] / "docs" / "parameter-scheduling.md"
+    _, program = re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    assert "seconds=3," in program
+    torch.manual_seed(0)  # its data are random
+    names: dict[str, Any] = {}
+    exec(program.replace("seconds=3,", "seconds=6, engine='virtual', progress=False,"), names)
+    assert len(names["shared"].of("quick")) > len(names["shared"].of("slow")) > 0
+    assert capsys.readouterr().out.startswith(f"{len(names['shared'].slices)} slices, ")

@@ -182,22 +182,26 @@ def _share(turns: JobTurns, workers: SharedWorkers, report: Report) -> SharedRun
         for job in dict.fromkeys(each.job for each in turns.slices):  # each finds its budget spent
             own = turns.of(job)
             runs[job] = _with_records(workers.train(job, own[-1].steps), own)
-        while (turn := turns.next()) is not None:
+            signal = signal or _signal(runs[job])
+        while signal is None and (turn := turns.next()) is not None:
             job, steps = turn
             run, own = workers.train(job, steps), turns.of(job)
             made = _slice(job, steps, run, own)
             runs[job] = _with_records(run, [*own, made])
-            if run.summary["interrupted"]:
-                signal = run.summary.get("signal") or "SIGINT"
-                break
-            turns.note(made)
-            write_slices(workers.folder, turns.jobs, turns.slices)
-            report(job, turns.fraction())
+            if (signal := _signal(run)) is None:
+                turns.note(made)
+                write_slices(workers.folder, turns.jobs, turns.slices)
+                report(job, turns.fraction())
     except KeyboardInterrupt:
         if not runs:
             raise
         signal = "SIGINT"
     return SharedRuns(turns.jobs, runs, turns.slices, turns.ended() or f"ended by {signal}", signal)
+
+
+def _signal(run: Run) -> str | None:
+    """Return the name of the signal that ended a run; None: none did."""
+    return run.summary.get("signal") or "SIGINT" if run.summary["interrupted"] else None
 
 
 def _slice(job: str, steps: int, run: Run, own: Sequence[Slice]) -> Slice:
