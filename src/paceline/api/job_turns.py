@@ -25,7 +25,11 @@ from paceline.shared_runs import Slice
 
 
 def ranking(scheduler: Scheduler[Any] | str, jobs: int) -> Scheduler[Any]:
-    """Return the scheduler, as it ranks all jobs: the first that has not left is next."""
+    """Return the scheduler, as it ranks all jobs: the first that has not left is next.
+
+    Of jobs drawn one after another without replacement, the first of those that are left is one of these in proportion
+    to its weight.
+    """
     scheduler = coerce(scheduler)
     if scheduler.at_once != 1:
         raise InputError(f"at_once={scheduler.at_once}, but one job at a time has the workers; leave at_once out")
