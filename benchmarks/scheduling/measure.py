@@ -1,6 +1,6 @@
-"""Updates of parameters by importance and dependency: optimum, divergence, updates needed, factorisation.
+"""Updates of parameters by importance and dependency: optimum, divergence, updates needed, factorisation; jobs.
 
-    python benchmarks/scheduling/measure.py           # all rows, a quarter of an hour
+    python benchmarks/scheduling/measure.py           # all rows, three quarters of an hour
     python benchmarks/scheduling/measure.py --page
 
 Rows lie in results/ as they come; those that are there are not measured again.
@@ -16,6 +16,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import jobs
 import numpy as np
 from kit.machine import described, machine
 from kit.sheet import Row, Sheet
@@ -208,6 +209,11 @@ def rows_of(name: str) -> Iterator[tuple[str, str, int, Callable[[], dict[str, A
         for case in OPTIMA:
             for scheduler in ("cyclic", "uniform:at_once=8", "priority:eta=0.1,at_once=8"):
                 yield scheduler, case, 0, lambda c=case, s=scheduler: optimum(c, s, 0)
+    if name == "jobs":
+        for case in jobs.CASES:
+            for side in jobs.SIDES:
+                for seed in SEEDS:
+                    yield side, case, seed, lambda c=case, s=side, n=seed: jobs.shared(c, s, n)
     for seed in SEEDS:
         if name == "dependency":
             for case, design in CORRELATED.items():
@@ -228,7 +234,7 @@ def rows_of(name: str) -> Iterator[tuple[str, str, int, Callable[[], dict[str, A
                 yield "division", str(workers), seed, lambda w=workers, n=seed: imbalance(w, n)
 
 
-TABLES = ("optimum", "dependency", "power_law", "factorization", "balance")
+TABLES = ("optimum", "dependency", "power_law", "factorization", "balance", "jobs")
 
 
 def near(design: Design, scheduler: str, seed: int) -> dict[str, Any]:
@@ -327,6 +333,9 @@ def page(sheets: dict[str, Sheet], folder: Path) -> None:
         near_6=power_law_table(rows["power_law"], "1e-6"),
         factorization=factorization_table(rows["factorization"]),
         balance=balance_table(rows["balance"]),
+        unlike=jobs.table(rows["jobs"], "learning rates 0.2 to 0.006"),
+        one_slow=jobs.table(rows["jobs"], "learning rate 0.2 for five, 0.006 for one"),
+        alike=jobs.table(rows["jobs"], "learning rate 0.05 for all"),
         machine=described([row for each in rows.values() for row in each]),
     )
     (folder / "README.md").write_text(text, encoding="utf-8")

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from paceline.api.plan import Plans, plan
     from paceline.api.predictor import predict, predictor
     from paceline.api.resume import resume
+    from paceline.api.share_workers import SharedRuns, share_workers
     from paceline.api.show import show_mesh, show_shards, show_stages
     from paceline.api.train import launch, train
     from paceline.core.errors import (
@@ -99,6 +100,7 @@ __all__ = [  # noqa: RUF022 (LBFGS is no constant)
     "ScheduledProgram",
     "ScheduledRun",
     "Scheduler",
+    "SharedRuns",
     "SmoothSwitch",
     "StaleSynchronous",
     "Strategy",
@@ -119,6 +121,7 @@ __all__ = [  # noqa: RUF022 (LBFGS is no constant)
     "resume",
     "scaled_learning_rate",
     "schedule_parameters",
+    "share_workers",
     "show_mesh",
     "show_shards",
     "show_stages",
@@ -136,6 +139,7 @@ _NAMES = {
     "api.plan": "Plans plan",
     "api.predictor": "predict predictor",
     "api.resume": "resume",
+    "api.share_workers": "SharedRuns share_workers",
     "api.show": "show_mesh show_shards show_stages",
     "api.train": "launch train",
     "core.errors": "CollectiveError InputError NonFiniteError PacelineError WaitTimeoutError WorkerError",

@@ -64,6 +64,32 @@ def test_the_page_has_medians(load: Load, tmp_path: Path, diverged: int) -> None
     assert f"| k^-2, λ = 0.05 | 4 | {cells} | 3.0 |" in text
 
 
+def test_jobs_that_learn_at_different_speeds_gain_from_unequal_turns(load: Load) -> None:
+    jobs = load("jobs")
+    programs = jobs.jobs_of([0.2, 0.2, 0.2, 0.006], 0)
+    needed = {}
+    for side in ("cyclic", "priority"):
+        found = jobs.share_workers(
+            programs, "replicas=2", engine="virtual", seconds=8, slice_steps=50, scheduler=side, progress=False
+        )
+        needed[side] = jobs.figures(found)["seconds_0.5"]
+    assert 0 < needed["priority"] < needed["cyclic"]
+
+
+def test_figures_of_jobs_begin_with_their_starts(load: Load) -> None:
+    """Mean 1.5 at first; 1 after 2 s; 0.5 never."""
+    jobs = load("jobs")
+    from paceline.core.records import Record
+    from paceline.shared_runs import SharedRuns, Slice
+
+    def made(job: str, *losses: float) -> Any:
+        return Slice(job, 50, 1.0, tuple(Record(0.0, 0, 0, 1, None, loss) for loss in losses))
+
+    found = jobs.figures(SharedRuns(["a", "b"], {}, [made("a", 2.0, 1.5), made("b", 1.0, 0.5)], ""))
+    assert (found["seconds_1.0"], found["seconds_0.5"]) == (2.0, "")
+    assert (found["mean"], found["largest"]) == (1.0, 1.5)
+
+
 def test_the_page_is_that_of_the_rows(load: Load, tmp_path: Path) -> None:
     measure = load("measure")
     sheets = {name: measure.Sheet(FOLDER / "results" / f"{name}.csv", measure.KEYS) for name in measure.TABLES}

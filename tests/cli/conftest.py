@@ -66,6 +66,20 @@ class FakeComparison:
 
 
 @dataclass
+class FakeShare:
+    """What a command uses of SharedRuns."""
+
+    interrupted: bool = False
+    signal: str | None = None
+
+    def table(self) -> str:
+        return "the table of jobs"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"jobs": {"digits": {"summary": SUMMARY}}, "slices": [], "ended": "all jobs have left"}
+
+
+@dataclass
 class Calls:
     """Every call of a stand-in by name; ``results`` holds what it returns or, an exception, raises."""
 
@@ -93,7 +107,7 @@ class Calls:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """``load_program``, ``train``, what ``--show-...`` calls, ``compare`` and ``write_report``, each replaced."""
+    """``load_program`` and what the commands call, each replaced."""
     recorded = Calls()
     for module, name, result in (
         ("paceline.datasets", "load_program", "the program"),
@@ -101,6 +115,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         ("paceline.api.show", "show_stages", "the table"),
         ("paceline.api.show", "sharding_of", FakeSharding()),
         ("paceline.api.compare", "compare", FakeComparison()),
+        ("paceline.api.share_workers", "share_workers", FakeShare()),
         ("paceline.report", "write_report", None),
     ):
         # By module, not by dotted text: ``paceline.train`` as an attribute is the function.

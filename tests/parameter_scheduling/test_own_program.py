@@ -38,7 +38,7 @@ def test_the_example_finds_what_liblinear_finds() -> None:
 
 
 def test_the_page_s_program_finds_the_five_coefficients(capsys: pytest.CaptureFixture[str]) -> None:
-    [program] = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text("utf-8"), re.M | re.S)
+    program, _ = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text("utf-8"), re.M | re.S)
     exec(program, {})
     assert capsys.readouterr().out.startswith("5 updates of all blocks")
 

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from paceline import __version__
-from paceline.cli import checkpoints, compare, plan, predict, report, scale, trace, train
+from paceline.cli import checkpoints, compare, plan, predict, report, scale, share, trace, train
 
 app = typer.Typer(
     name="paceline",
@@ -16,7 +16,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (train.train, compare.compare, plan.plan, predict.predict, scale.scale, trace.trace, report.report):
+for command in (
+    train.train,
+    compare.compare,
+    share.share,
+    plan.plan,
+    predict.predict,
+    scale.scale,
+    trace.trace,
+    report.report,
+):
     app.command()(command)
 app.add_typer(checkpoints.app, name="checkpoints")
 

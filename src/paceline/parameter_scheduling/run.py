@@ -12,11 +12,10 @@ import numpy as np
 
 from paceline.clock import distributions
 from paceline.core.errors import InputError, NonFiniteError, check_choice, check_int, check_number, check_positive
-from paceline.core.registry import family_of
-from paceline.core.text_form import parse_value, text_of
+from paceline.core.text_form import text_of
 from paceline.core.types import Seconds
 from paceline.parameter_scheduling.base import Array, Numbers, ScheduledProgram
-from paceline.parameter_scheduling.schedulers import Scheduler, balanced, independent
+from paceline.parameter_scheduling.schedulers import Scheduler, balanced, coerce, independent
 from paceline.parameter_scheduling.workers import VirtualWorkers, Workers
 
 ENGINES = ("virtual", "local")
@@ -233,12 +232,7 @@ def _diverged(what: str, scheduler: Scheduler[Any]) -> NonFiniteError:
 def _scheduler(scheduler: Scheduler[Any] | str, program: ScheduledProgram[Any]) -> Scheduler[Any]:
     if not isinstance(program, ScheduledProgram):
         raise InputError(f"program={program!r} is no program of scheduled parameters; write paceline.Lasso(X, y, …)")
-    if isinstance(scheduler, str):
-        family = family_of(Scheduler)
-        assert family is not None, "it is declared"
-        scheduler = parse_value(family, scheduler)
-    if not isinstance(scheduler, Scheduler):
-        raise InputError(f'scheduler={scheduler!r} is none; write scheduler="priority"')
+    scheduler = coerce(scheduler)
     if scheduler.at_once > program.blocks:
         raise InputError(f"at_once={scheduler.at_once} of {program.blocks} blocks; write at_once={program.blocks}")
     return scheduler

@@ -18,12 +18,13 @@ State is passed, and draws depend on the seed and the number of the round alone.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar, final
+from typing import Any, Generic, NamedTuple, TypeVar, final
 
 import numpy as np
 
-from paceline.core.errors import check_int, check_number
-from paceline.core.registry import declare, entry_of, register
+from paceline.core.errors import InputError, check_int, check_number
+from paceline.core.registry import declare, entry_of, family_of, register
+from paceline.core.text_form import parse_value
 from paceline.parameter_scheduling.base import Array, Numbers
 
 State = TypeVar("State")
@@ -75,6 +76,21 @@ class Scheduler(ABC, Generic[State]):
             chosen: some of the proposed ones.
             moved: Euclidean norm of the change of each.
         """
+
+
+def coerce(scheduler: Scheduler[Any] | str) -> Scheduler[Any]:
+    """Return a scheduler that is given as a value or as its text.
+
+    >>> coerce("priority:at_once=8")
+    Priority(at_once=8, bound=0.1, candidates=None, eta=0.01, power=1.0)
+    """
+    if isinstance(scheduler, str):
+        family = family_of(Scheduler)
+        assert family is not None, "it is declared"
+        scheduler = parse_value(family, scheduler)
+    if not isinstance(scheduler, Scheduler):
+        raise InputError(f'scheduler={scheduler!r} is none; write scheduler="priority"')
+    return scheduler
 
 
 def independent(dependency: Array, bound: float, most: int) -> list[int]:
