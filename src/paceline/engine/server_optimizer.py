@@ -72,11 +72,6 @@ def server_slices(context: RunContext, layout: FlatLayout, servers: int) -> list
     return slices_of(layout, servers, make, whole_parameters=whole)
 
 
-def mean_loss(action: Apply) -> float:
-    """Return Σ weight·loss of the Δs of an update."""
-    return sum(weight * a.loss for a, weight in action.deltas if a.loss is not None)
-
-
 class ServerOptimizer:
     """A and the optimizer that updates it.
 
@@ -118,8 +113,9 @@ class ServerOptimizer:
         make = make if part is None else part.optimizer(make)
         self._describe = describe_whole if part is None else part.describe
         self.flat_optimizer = FlatOptimizer(make, schedule, state, combined)
-        if (on_losses := self.flat_optimizer.on_losses) is not None:
-            on_losses.summed = summed
+        self._on_losses = self.flat_optimizer.on_losses
+        if self._on_losses is not None:
+            self._on_losses.summed = summed
         self._reducer = policy.reducer
         needs_sum = (
             self._reducer is not None or self._moves or self.clip_norm is not None or "agreement" in policy.needs
@@ -158,7 +154,7 @@ class ServerOptimizer:
             out: becomes A; None: A's own vectors.
             version: of A before the update, which says what fragment of it Δs are of.
             read: A as the replica of each Δ has read it, where the reducer needs it.
-            loss: :func:`mean_loss` of the Δs, where the optimizer needs it.
+            loss: :meth:`mean_loss` of the Δs, where the optimizer needs it.
         """
         destination = out or self.state
         slices = self._fragments[version % len(self._fragments)] if self._fragments else None
@@ -183,13 +179,19 @@ class ServerOptimizer:
             self.flat_optimizer.step(self.combined, rate, destination, slices=slices, loss=loss)
         self.state = destination
 
+    def mean_loss(self, action: Apply) -> float | None:
+        """Return Σ weight·loss of the Δs of an update; None where the optimizer does not need it."""
+        if self._on_losses is None:
+            return None
+        return sum(weight * a.loss for a, weight in action.deltas if a.loss is not None)
+
     def finish(self, new: Callable[[], FlatState]) -> bool:
         """End the run: an optimizer on losses leaves the trial that A is; return whether it has.
 
         Args:
             new: returns the state that becomes A then.
         """
-        if self.flat_optimizer.on_losses is None:
+        if self._on_losses is None:
             return False
         self.state = new()
         self.flat_optimizer.finish(self.state)

@@ -17,7 +17,7 @@ from paceline.engine.local.parallel_update import ParallelUpdate
 from paceline.engine.local.worker_processes import WorkerProcesses
 from paceline.engine.run_context import RunContext
 from paceline.engine.run_state import ResumePoint, delta_chunks
-from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer, mean_loss
+from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer
 from paceline.replica.base import MicroStepNorms
 from paceline.replica.flat_state import FlatState
 from paceline.replica.noise_estimator import NoiseEstimator, ObservedDelta
@@ -213,7 +213,7 @@ class SharedMemoryServer:
         held = [(a, *self._undecided.pop((a.replica, a.clock)), weight) for a, weight in action.deltas]
         deltas = [(self._arena.delta(a.replica, slot), weight) for a, slot, _, weight in held]
         destination, estimator = self.versions.free(), self._context.estimator
-        out, loss = self._arena.version(destination), mean_loss(action)
+        out, loss = self._arena.version(destination), owner.mean_loss(action)
         # A worker that reads the buffer meanwhile, by a defect, finds another version than it was granted.
         self._control.versions[destination] = BEING_WRITTEN
         idle = self._context.idle() if self._parallel is not None and self._parallel.worth(len(deltas)) else []

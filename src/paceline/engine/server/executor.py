@@ -22,7 +22,7 @@ from paceline.engine.own_states import KEY, OwnState
 from paceline.engine.run_context import RunContext, first_state
 from paceline.engine.run_state import delta_prefix
 from paceline.engine.server.messages import END, Bytes, Reply, ServerGrant, arrays_of, state_of
-from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer, Summed, mean_loss, server_slices
+from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer, Summed, server_slices
 from paceline.engine.worker_metrics import Figures, SpanLog
 from paceline.replica.flat_state import FlatState
 from paceline.replica.optimizer_state import merged_json
@@ -258,7 +258,7 @@ class ServerExecutor:
             out=destination,
             version=self.version,
             read=read,
-            loss=mean_loss(action),
+            loss=self.owner.mean_loss(action),
         )
         self.version += 1
         ended = time.monotonic_ns()

@@ -34,7 +34,7 @@ from paceline.engine.evaluation import Evaluator
 from paceline.engine.loop import InterruptGuard, RunLoop
 from paceline.engine.run_context import RunContext, first_state, own_settings
 from paceline.engine.run_state import ResumePoint
-from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer, mean_loss
+from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer
 from paceline.engine.step_profile.forecast import virtual_span
 from paceline.engine.virtual.attempts import Attempts
 from paceline.engine.virtual.durations import durations_of
@@ -106,10 +106,9 @@ class VirtualRun:
         self._user_loops = UserLoops(job.loop, context.replicas, own) if job.loop else None
         self._computer = delta_computer(context, self._module, state.layout, self._sources)
         self._timing, self._durations = durations_of(context)
-        self._now: Seconds = 0.0
+        self._now: Seconds = job.resume.run.seconds if job.resume is not None else 0.0
         network, servers = (job.times or Times()).network, job.strategy.servers
-        start_s = job.resume.run.seconds if job.resume is not None else 0.0
-        self._hosts = Hosts(network, context.replicas, servers, state.layout.nbytes, job.program.seed, start_s)
+        self._hosts = Hosts(network, context.replicas, servers, state.layout.nbytes, job.program.seed, self._now)
         self._attempts = Attempts(context, self._durations, self._hosts.traffic, self._timing)
         self._resumed: set[ReplicaId] = set()
         """Replicas that are at work on an attempt that began before the run was resumed."""
@@ -267,14 +266,14 @@ class VirtualRun:
             raise _TimeUp
         self._now = ends
         # Generators: each Δ is computed when it is added to the sum, and let go before the next one.
-        seen, loss = (self._take(arrival, weight) for arrival, weight in action.deltas), mean_loss(action)
+        seen = (self._take(arrival, weight) for arrival, weight in action.deltas)
         if self._estimator is None:
             deltas, read = ((s.delta, s.weight) for s in seen), self._attempts.kept(action)
-            version = self._coordinator.version
+            version, loss = self._coordinator.version, self._optimizer.mean_loss(action)
             self._optimizer.apply(deltas, action.rate, alone=action.alone, version=version, read=read, loss=loss)
         else:
             observed = self._estimator.through(seen, len(action.deltas))
-            self._optimizer.apply(observed, action.rate, alone=action.alone, loss=loss)
+            self._optimizer.apply(observed, action.rate, alone=action.alone, loss=self._optimizer.mean_loss(action))
             self._estimator.updated()
         self._snapshot = None
         self._observer.applied(self._now - began)
@@ -353,7 +352,6 @@ class VirtualRun:
         counts = resume.run.coordinator
         self._durations.skip_updates(counts.version, counts.tally.applied)
         if state is None:
-            self._now = resume.run.seconds
             for replica, position in enumerate(self._context.positions):
                 self._durations.skip(replica, position.attempt, position.clock)
             for attempt in held_attempts(resume, like) if self._context.keeps_policy else ():
