@@ -1,14 +1,16 @@
-# Three commands matter: `make demo`, `make test` and `make test-all`; on a GPU, `make test-gpu`. They need only python3 (3.11 or later, with venv) and pip.
+# Three commands matter: `make demo`, `make test` and `make test-all`; on a GPU, `make test-gpu`; for the documentation, `make docs`.
+# They need only python3 (3.11 or later, with venv) and pip.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
+DOCS_STAMP := .venv/docs-installed
 DEMO := runs/demo
 
 # The tests start hundreds of processes, each of which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: test test-all test-gpu check demo venv
+.PHONY: test test-all test-gpu check demo docs venv
 
 # What every change has to pass.
 test: venv
@@ -43,6 +45,15 @@ demo: venv
 	  --baseline "replicas=8 aggregation=asynchronous" \
 	  --trace --out $(DEMO)
 	@echo "Open $(DEMO)/report.html in a browser."
+
+# The site: build/site/index.html. It executes the notebooks, which takes some minutes; a warning is an error.
+docs: $(DOCS_STAMP)
+	$(BIN)/python -m sphinx -q -W --keep-going -b html -c docs -d build/doctrees . build/site
+	@echo "Open build/site/index.html in a browser."
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,docs]"
+	@touch $@
 
 venv: $(STAMP)
 

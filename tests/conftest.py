@@ -1,15 +1,19 @@
 """What all tests share: scripts that they start as processes are no modules of tests, one thread, and a fork server."""
 
 import functools
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 # Before torch is imported, and for all processes that tests start: two threads for products this small mostly wait for
 # each other, and where others want the core they spin meanwhile, which made tests take four times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Programs that share out the cores say themselves how many they take: their threads sleep while they wait.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from hypothesis import settings
@@ -19,13 +23,20 @@ from paceline.engine.local.engine import GROUPS, SPMD, WITH_OPTIMIZERS, LocalEng
 from paceline.engine.spmd.launcher import PRELOAD
 from tests import ranks, thorough
 
-collect_ignore_glob = ["*_script.py"]
+# Scripts, and modules for other processes, whose imports would cost each worker seconds; none has a doctest.
+collect_ignore_glob = ["*_script.py", "*_cases.py", "*_scenes.py"]
 
 settings.register_profile("paceline", deadline=None, derandomize=True)  # no test depends on speed, or on chance
 settings.load_profile("paceline")
 
 PRELOADED = (*dict.fromkeys((*WITH_OPTIMIZERS, *SPMD, *GROUPS, *PRELOAD)), "tests.preloaded")
 """For runs of all kinds."""
+
+RAY = "tests/engine/ray/"
+"""Where tests share a Ray."""
+
+SHARED = (RAY, "tests/replica/pipeline/")
+"""Folders whose files share what takes long to start or to make: a Ray, and all models of the zoo as graphs."""
 
 
 def preloaded(config: pytest.Config) -> tuple[str, ...]:
@@ -45,8 +56,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if thorough.is_thorough(item.nodeid, seen):
             item.add_marker(pytest.mark.thorough)
-    # Files of this folder first: single tests of them run for minutes, and last of all would leave a worker idle.
-    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
+    # What takes minutes first, which last of all would leave a worker idle: Ray's tests, and files of this folder.
+    items.sort(key=lambda item: (not item.nodeid.startswith(RAY), item.path.parent != Path(__file__).parent))
+
+
+def pytest_collection_finish() -> None:
+    """Have no garbage collection look at modules and tests, which stay: that took a twentieth of the time."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give all files of some folders to one worker."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            shared = (folder for folder in SHARED if nodeid.startswith(folder))
+            return next(shared, super()._split_scope(nodeid))
+
+    return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture
@@ -64,6 +94,12 @@ def engine(request: pytest.FixtureRequest) -> Iterator[LocalEngine]:
     with LocalEngine() as carrier:
         carrier._fork_server_with(preloaded(request.config))
         yield carrier
+
+
+@pytest.fixture(scope="session")
+def engines(engine: LocalEngine) -> dict[str, str | LocalEngine]:
+    """What ``engine=`` is for tests of one process and of several, by name."""
+    return {"virtual": "virtual", "local": engine}
 
 
 @pytest.fixture(scope="session")

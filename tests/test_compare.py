@@ -272,6 +272,13 @@ buffered:k=2  90.50  80.50  +10.00 ± 0.00     0.1950      0.0950      108      
     )
 
 
+def test_the_table_of_one_strategy_compares_it_with_nothing() -> None:
+    table = Comparison({A: example().runs[A]}, A).table()
+    assert table.startswith("2 rounds of one strategy: there is nothing to compare it with\n")
+    assert "difference" not in table
+    assert "baseline" not in table
+
+
 def test_the_table_against_another_baseline() -> None:
     lines = example(rounds=1).table(baseline="aggregation=synchronous replicas=2").splitlines()
     assert lines[0] == "1 round; difference: of the mean over time, in points, against synchronous"

@@ -1,6 +1,9 @@
 """The live display: what it says, how often it draws, and that it keeps off stdout."""
 
 import io
+import queue
+import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -8,7 +11,7 @@ from rich.console import Console
 
 from paceline.core.records import Record
 from paceline.engine.base import Progress
-from paceline.progress import REDRAW_S, LiveProgress, clock, figures, watcher
+from paceline.progress import REDRAW_S, LiveProgress, SlowStart, clock, figures, interrupted, measuring, watcher
 
 TRAINING = Progress("training", 0.25, time_s=2.0, updates=1000, gradients=3000, threshold=3)
 RECORD = Record(2.0, 1000, 3000, 3, 4.0, 0.5, 0.6, 0.931)
@@ -140,3 +143,53 @@ def test_an_error_inside_passes_through_and_ends_the_display() -> None:
     with pytest.raises(ZeroDivisionError), LiveProgress("x", console=console, now=Hand()):
         raise ZeroDivisionError
     assert drawn(console).endswith("\x1b[?25h"), "the cursor is shown again"
+
+
+def test_measurements_without_a_terminal_are_one_line_and_none_if_unasked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False, raising=False)
+    with measuring(None, "digits: planning", line="digits: measured here") as report:
+        assert capsys.readouterr().err == "", "a profile that is kept needs no measurement"
+        report("a first step", 0.0)
+        report("short runs", 0.5)
+    assert capsys.readouterr() == ("", "digits: measured here\n")
+    for progress, line in ((False, "digits: measured here"), (None, None)):
+        with measuring(progress, "digits: planning", line=line) as report:
+            report("a first step", 0.0)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_display_shows_what_is_being_done_before_training() -> None:
+    console, hand = screen(), Hand()
+    with LiveProgress("stages=2", console=console, now=hand) as live:
+        live.update(Progress("starting", None, work="capturing"))
+        live.update(Progress("starting", None, work="cutting stages"))
+    assert "capturing" in drawn(console)
+    assert "cutting stages" in drawn(console)
+
+
+def test_without_a_display_there_is_a_line_about_what_takes_long() -> None:
+    lines = queue.Queue[str]()
+    with SlowStart("gpt2: stages=2", 0.0, lines.put) as start:
+        start.update(Progress("starting", None, work="capturing"))
+        assert lines.get(timeout=60) == "paceline: gpt2: stages=2: capturing takes longer than 0 s"
+    with SlowStart("gpt2: stages=2", 600.0, lines.put) as start:
+        start.update(Progress("starting", None, work="capturing"))
+        start.update(Progress("training", 0.1))
+        assert not start._timer.is_alive() or start._timer.finished.is_set()
+    assert lines.empty()
+
+
+def test_a_line_from_another_thread_stands_above_the_display() -> None:
+    """As the one about Ctrl-C does, which is printed on stderr: it may not be drawn over."""
+    console = screen()
+    with LiveProgress("digits", console=console) as live:
+        live.update(TRAINING)
+        thread = threading.Thread(target=print, args=(interrupted("SIGINT", None),), kwargs={"file": sys.stderr})
+        thread.start()
+        thread.join()
+        live.update(replace(TRAINING, phase="scoring"))
+    text = drawn(console)
+    assert text.count("paceline: Ctrl-C: training ends") == 1
+    assert text.index("training ") < text.index("paceline: Ctrl-C") < text.index("scoring ")

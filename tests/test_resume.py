@@ -108,7 +108,15 @@ def test_a_shape_can_not_be_accepted(tmp_path: Path) -> None:
         resume(tmp_path, programs.program(model=programs.wide), steps=9, accept_changes=True, **QUIET)
 
 
-@pytest.mark.parametrize("name", ["none", "file", "step-3", "run"])
+@pytest.mark.parametrize("name", ["none", "step-3"])
+def test_a_folder_that_does_not_exist(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InputError, match=f"there is no folder {tmp_path / name}; write the folder that checkpoint="):
+        resume(tmp_path / name, programs.program(), **QUIET)
+    with pytest.raises(InputError, match=f"there is no folder {tmp_path / name}; write the folder that checkpoint="):
+        train(programs.program(), engine="virtual", steps=1, resume=tmp_path / name, **QUIET)
+
+
+@pytest.mark.parametrize("name", ["file", "run"])
 def test_what_is_no_folder_of_checkpoints(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
     train(programs.program(), engine="virtual", steps=1, out=tmp_path / "run", **QUIET)
@@ -152,9 +160,9 @@ def test_it_is_looked_up_and_verified_once(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("becomes", ["gone", "damaged"])
-@pytest.mark.parametrize("engine", ["virtual", "local"])
+@pytest.mark.parametrize("name", ["virtual", "local"])
 def test_what_becomes_of_it_before_it_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, becomes: str, engine: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, becomes: str, engines: dict[str, Any], name: str
 ) -> None:
     """It is verified once more as it is read, by whoever reads it."""
     begun(tmp_path)
@@ -170,7 +178,7 @@ def test_what_becomes_of_it_before_it_is_read(
 
     monkeypatch.setattr("paceline.api.resume.train_with", meanwhile)
     with pytest.raises(InputError) as refusal:
-        resume(tmp_path, programs.program(), engine=engine, steps=9, **QUIET)
+        resume(tmp_path, programs.program(), engine=engines[name], steps=9, **QUIET)
     named = newest / "manifest.json" if becomes == "gone" else part
     assert str(named) in str(refusal.value)
     assert ("is missing" if becomes == "gone" else "its SHA-256 is not") in str(refusal.value)

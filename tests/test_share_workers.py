@@ -15,8 +15,8 @@ import torch
 
 from paceline import InputError, NonFiniteError, PacelineError, Program, Run, SharedRuns, load, share_workers, train
 from paceline.api.job_turns import JobBudget, JobTurns, ranking
+from paceline.core.conditions import Condition
 from paceline.core.records import Record
-from paceline.engine.base import Condition
 from paceline.engine.local.engine import LocalEngine
 from paceline.shared_runs import Slice, write_slices
 from tests.engine import programs
@@ -71,20 +71,19 @@ def test_each_job_ends_with_the_bits_of_the_job_alone(tmp_path: Path, strategy: 
     assert not list(tmp_path.iterdir()), "the temporary folder is gone"
 
 
-def test_and_in_processes_on_one_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_and_in_processes_on_one_engine(engine: LocalEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = list[Any]()
     start = LocalEngine._fork_server_with
 
-    def noted(engine: LocalEngine, modules: tuple[str, ...]) -> Any:
-        started.append(start(engine, modules))
+    def noted(engine: LocalEngine, *given: Any) -> Any:
+        started.append(start(engine, *given))
         return started[-1]
 
     monkeypatch.setattr(LocalEngine, "_fork_server_with", noted)
     jobs = {name: JOBS[name] for name in ("slow", "adam")}
-    with LocalEngine() as engine:
-        found = share(jobs, engine=engine, steps=6, slice_steps=3, checkpoint=tmp_path / "ckpt")
-        runs = [train(p, "replicas=2", engine=engine, steps=6, evaluate_every=3, **QUIET) for p in jobs.values()]
-    assert len(started) == 4 + 2
+    found = share(jobs, engine=engine, steps=6, slice_steps=3, checkpoint=tmp_path / "ckpt")
+    runs = [train(p, "replicas=2", engine=engine, steps=6, evaluate_every=3, **QUIET) for p in jobs.values()]
+    assert len(started) == 2 * (4 + 2)  # each asks for it before its first step in main, and when it starts
     assert len(set(map(id, started))) == 1
     for name, alone in zip(jobs, runs, strict=True):
         assert same(found.runs[name], alone)
@@ -312,7 +311,7 @@ def test_slices_and_runs_are_saved(tmp_path: Path) -> None:
         ({}, "job slow would never leave; write seconds=60"),
         ({"until": {"adam": "train_loss<=1"}}, "job slow would never leave"),
         ({"until": {"adm": "train_loss<=1"}, "steps": 8}, "unknown job in until= 'adm'; did you mean 'adam'"),
-        ({"until": "train_loss", "steps": 8}, "is no condition; write until="),
+        ({"until": "train_loss", "steps": 8}, "and a number; write until="),
         ({"until": "test_los<=1", "steps": 8}, "test_los"),
         ({"steps": 0}, "steps=0, but it must be a whole number"),
         ({"seconds": -1}, "write seconds=60"),

@@ -165,6 +165,12 @@ def test_toml_is_a_flat_table() -> None:
 
 
 WRONG = [
+    (
+        "replicas=4, aggregation=asynchronous",
+        "comma .* two fields; .* write 'replicas=4 aggregation=asynchronous'",
+    ),
+    ("aggregation=buffered:k=2,combine=sum,replicas=4", "write 'aggregation=buffered:k=2,combine=sum replicas=4'"),
+    ("cuts=a,b; replicas=2", "write 'cuts=a,b replicas=2'"),
     ("replica=4", "unknown strategy field 'replica'; did you mean 'replicas'"),
     ("auto", "strategy=auto is chosen for a program"),
     ("replicas", "'replicas' gives replicas no value; write replicas="),
@@ -198,7 +204,7 @@ WRONG = [
         "compression=powersgd:rank=0",
         "powersgd:rank=0, but it must be a whole number of at least 1; write powersgd:rank=1",
     ),
-    ("compression=powersgd:ratio=2", "unknown option of powersgd 'ratio'; Known: rank"),
+    ("compression=powersgd:ratio=2", "unknown option of powersgd 'ratio'; known: rank"),
     (
         "compression=top-k:ratio=0",
         "top-k:ratio=0.0, but it must be a number above 0 and up to 1; write top-k:ratio=0.01",
@@ -206,6 +212,9 @@ WRONG = [
     ("compression=top-k:ratio=1.5", "top-k:ratio=1.5, but it must be a number above 0 and up to 1"),
     ("compression=fp16:rank=1", "unknown option of fp16 'rank'"),
     ("aggregation=asynchronos", "did you mean 'asynchronous'"),
+    ("replicas=2 asynchronous", "asynchronous is a policy, not a strategy field; write aggregation=asynchronous"),
+    ("smooth-switch:every=100", "smooth-switch is a policy, .*; write aggregation=smooth-switch:every=100"),
+    ("xyz=2", "unknown strategy field 'xyz'; known: accumulate, aggregation, "),
     ("shard_parameters=yes", "shard_parameters=yes, but it must be true or false"),
     ("compile=1", "compile=1, but it must be true or false"),
     ("shard_optimizer=1", "shard_optimizer=1"),

@@ -53,7 +53,11 @@ def refused(match: str, program: Any = None, strategy: Any = "replicas=2", **set
         ({"steps": None, "epochs": 0}, "epochs=0 must be a number above 0"),
         ({"evaluate_every": 0}, "evaluate_every=0 must be a number above 0"),
         ({"steps": None, "until": "train_loss<=1"}, "alone does not say how often to evaluate; write evaluate_every=1"),
-        ({"until": "accuracy"}, "until='accuracy' is no condition; write until='test_accuracy>=0.97'"),
+        (
+            {"until": "accuracy"},
+            "'accuracy' is no condition, .* write until='test_accuracy>=0.97'. Fields: time_s",
+        ),
+        ({"until": "train_loss < .5"}, "write until='train_loss<=.5'"),
         ({"until": "train_loss<=1.2.3"}, "is no condition"),
         ({"until": "train_loss<=e"}, "is no condition"),
         ({"until": 5}, "until=5 is no condition"),
@@ -65,7 +69,7 @@ def refused(match: str, program: Any = None, strategy: Any = "replicas=2", **set
             r"replicas=2 needs 2 processes, .* torchrun --nproc-per-node 2 script.py, or write engine='local'",
         ),
         ({"engine": "distributed:"}, "engine='distributed:' names no backend; write engine='distributed:gloo'"),
-        ({"engine": "distributed:mpi"}, "unknown backend 'mpi'.* Known: gloo, hierarchical, nccl, shm"),
+        ({"engine": "distributed:mpi"}, "unknown backend 'mpi'; known: gloo, hierarchical, nccl, shm"),
         (
             {"engine": "distributed:nccl"},
             "moves memory of device=cuda, but device=cpu; write engine='distributed:gloo'",
@@ -230,6 +234,25 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1)
 )
 def test_programs(engine: VirtualEngine, fields: dict[str, Any], match: str) -> None:
     refused(match, programs.program(**fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        (
+            {"model": programs.mlp()},
+            r"\(model=…\) is one Sequential, but every .*; write model=lambda: ",
+        ),
+        (
+            {"optimizer": torch.optim.SGD(programs.mlp().parameters())},
+            r"\(optimizer=…\) is one SGD, but .*; write opt",
+        ),
+    ],
+)
+def test_a_program_has_functions_that_make_modules_and_optimizers(fields: dict[str, Any], match: str) -> None:
+    with pytest.raises(InputError, match=match) as refusal:
+        programs.program(**fields)
+    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.parametrize("program", [None.__class__, "digits", programs.program])

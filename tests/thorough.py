@@ -1,9 +1,10 @@
 """The tests that `make test` leaves to `make test-all`, and why.
 
 An entry is a file, or a test of it without its parameters. Where it says ``but_first``, the first of its tests stays in
-`make test`; where it says ``but``, those whose parameters begin with that text.
+`make test`; where it says ``but``, those whose parameters match that pattern, in which * is any text.
 """
 
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 
@@ -25,28 +26,99 @@ PUBLISHED = "predicts published rows at 83 rates"
 PLANNER = "profiles programs on idle cores, or tries planning problems in full"
 COMMANDS = "whole commands in processes of their own; `make test` keeps the first"
 
+RULES = (
+    "attention",
+    "batch_norm",
+    "batched",
+    "convolution",
+    "dropout",
+    "einsum",
+    "elementwise",
+    "embedding",
+    "linear",
+    "losses",
+    "matmul",
+    "normalisation",
+    "pooling",
+    "reduce_cat_slice",
+    "reductions",
+    "views",
+)
+"""Of operators that are divided."""
+
+COMPRESSED = (
+    "every_rank_has_the_same_bits",
+    "a_pickled_state_goes_on_as_if_nothing_had_been",
+    "nothing_comes_of_nothing",
+    "what_is_not_finite_is_so_on_every_rank_and_leaves_nothing_behind",
+    "sums_that_need_no_rounding_are_exact",
+    "powersgd_leaves_what_it_does_not_compress_exact",
+    "sums_are_off_by_the_roundings_on_the_way",
+    "fp16_has_no_range_of_its_own",
+    "powersgd_is_exact_where_the_sum_has_no_higher_rank",
+    "powersgd_of_too_low_a_rank_is_not",
+    "what_was_applied_and_what_is_left_make_up_all_gradients",
+    "something_is_left",
+    "descent_reaches_the_optimum_with_feedback_and_not_without",
+    "payload_is_the_rings",
+    "payload_of_powersgd_is_that_of_its_factors",
+    "payload_of_top_k_is_indices_and_values_to_all_others",
+    "payload_of_blocks_is_the_ring_of_those_that_are_sent",
+)
+"""Of compressed sums, on one rank, two and three."""
+
 TABLE: tuple[Thorough, ...] = (
     Thorough("tests/test_examples.py", PROGRAMS),
+    Thorough("tests/test_ported.py::test_trains_what_the_plain_script_trains", PROGRAMS),
+    Thorough("tests/test_ported.py::test_resumes_as_the_plain_script_does", PROGRAMS),
+    Thorough("tests/engine/ray/test_ray_own_loops.py", PARITY, but_first=True),
+    Thorough(
+        "tests/engine/serving/test_serving_failures.py::test_a_process_that_is_killed_leaves_the_others_going",
+        KILLS,
+        but_first=True,
+    ),
+    Thorough("tests/engine/serving/test_serving_failures.py::test_ctrl_c_at_a_process_ends_it_alone", KILLS),
+    Thorough("tests/engine/serving/test_serving_failures.py::test_ctrl_c_before_anybody_has_joined", KILLS),
+    Thorough("tests/engine/serving/test_serving_failures.py::test_a_server_that_is_stopped_is_given_up", KILLS),
+    Thorough("tests/engine/serving/test_serving_page.py::test_the_command_ends_by_ctrl_c", COMMANDS),
+    Thorough("tests/test_docs.py::test_notebooks_run", PROGRAMS),
+    Thorough(
+        "tests/test_docs.py::test_the_site_builds_without_a_warning", "builds all pages and executes the notebooks"
+    ),
     Thorough("tests/accelerator/test_process_group.py", PARITY),
     Thorough("tests/benchmarks/test_gradient_blocks.py", BENCHMARK),
     Thorough("tests/benchmarks/test_reducers.py", BENCHMARK),
     Thorough("tests/benchmarks/test_sandblaster.py", BENCHMARK),
     Thorough("tests/accelerator/test_cpp_device.py", "builds an extension in C++, which takes half a minute"),
+    Thorough(
+        "tests/integrations/test_integrations.py::test_accumulates_and_resumes_as_the_plain_script_does", COMMANDS
+    ),
+    Thorough("tests/integrations/test_integrations.py::test_a_budget_ends_training_and_nothing_else", COMMANDS),
+    Thorough(
+        "tests/integrations/test_integrations.py::test_where_a_is_at_a_server_the_optimizers_state_is_not_saved_and_it_says_so_once",
+        COMMANDS,
+    ),
     Thorough("tests/test_combinations.py", "every policy over every form of replica on four engines"),
     Thorough("tests/test_readme.py::test_programs_in_the_text_run_as_they_stand", PROGRAMS, but_first=True),
     Thorough("tests/test_readme.py::test_examples_run_from_anywhere", PROGRAMS, but_first=True),
     Thorough("tests/test_planning_page.py", PROGRAMS),
+    Thorough("tests/test_hugging_face.py::test_in_parts", PARITY, but_first=True),
     Thorough("tests/test_predict.py::test_the_output_is_that_of_one_process", PARITY, but_first=True),
     Thorough("tests/test_predict.py::test_a_run_a_folder_and_a_state_say_what_is_asked", COMMANDS),
     Thorough("tests/test_predict.py::test_ranks_that_torchrun_started_all_have_the_output", COMMANDS),
     Thorough("tests/test_predict.py::test_the_command_refuses_what_is_no_input", COMMANDS),
     Thorough("tests/cli/test_end_to_end.py", COMMANDS, but_first=True),
+    Thorough(
+        "tests/callbacks/test_engines.py::test_what_a_callback_raises_ends_the_run_and_names_it", KILLS, but_first=True
+    ),
     Thorough("tests/report/test_page.py::test_whatever_is_missing_is_left_out", PARITY, but_first=True),
-    Thorough("tests/benchmarks/test_gpu.py", BENCHMARK, but_first=True),
+    Thorough("tests/benchmarks/test_gpu.py::test_a_row_in_small", BENCHMARK),
+    Thorough("tests/benchmarks/test_gpu.py::test_torchs_sides_have_one_rank_where_two_would_share_a_device", BENCHMARK),
+    Thorough("tests/benchmarks/test_gpu.py::test_a_side_that_does_less_is_refused", BENCHMARK),
     Thorough("tests/benchmarks/test_hybrid.py", BENCHMARK),
     Thorough("tests/benchmarks/test_reliability.py::test_a_row_in_small", BENCHMARK),
-    Thorough("tests/benchmarks/test_hostile_files.py::test_none_is_read_and_none_runs_code", BENCHMARK, but_first=True),
-    Thorough("tests/benchmarks/test_wrong_launches.py", BENCHMARK, but_first=True),
+    Thorough("tests/benchmarks/test_hostile_files.py::test_none_is_read_and_none_runs_code", BENCHMARK),
+    Thorough("tests/benchmarks/test_wrong_launches.py", BENCHMARK),
     Thorough("tests/benchmarks/test_listeners.py", BENCHMARK),
     Thorough("tests/benchmarks/test_reliability.py::test_a_row_that_needs_root_in_small", BENCHMARK),
     Thorough("tests/benchmarks/test_data_parallel.py", BENCHMARK),
@@ -129,8 +201,8 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/engine/local/test_elastic.py::test_an_epoch_is_exact_though_replicas_die", KILLS, but_first=True),
     Thorough("tests/engine/local/test_elastic.py::test_an_epoch_is_exact_over_a_break", KILLS, but_first=True),
     Thorough("tests/engine/ray/test_ray_elastic.py", KILLS, but_first=True),
-    Thorough("tests/engine/ray/test_ray_portions.py", PARITY, but_first=True),
-    Thorough("tests/engine/ray/test_ray_pull_ahead.py", PARITY, but_first=True),
+    Thorough("tests/engine/ray/test_ray_portions.py", PARITY),
+    Thorough("tests/engine/ray/test_ray_pull_ahead.py", PARITY),
     Thorough(
         "tests/engine/local/test_local_portions.py::test_it_goes_on_in_the_middle_of_a_search", PARITY, but_first=True
     ),
@@ -149,7 +221,7 @@ TABLE: tuple[Thorough, ...] = (
     ),
     Thorough("tests/comm/test_hierarchical.py::test_two_hosts_of_two_ranks", PARITY),
     Thorough("tests/engine/local/test_on_death.py::test_an_exception_is_a_death_where_asked", KILLS, but_first=True),
-    Thorough("tests/engine/test_distributed_served.py::test_so_does_one_that_is_stopped", KILLS, but_first=True),
+    Thorough("tests/engine/test_distributed_served.py::test_so_does_one_that_is_stopped", KILLS),
     Thorough("tests/cli/test_scale.py::test_a_run_is_scaled_up_and_down", COMMANDS),
     Thorough(
         "tests/engine/local/test_own_states.py::test_a_run_that_was_cut_ends_as_one_that_was_not",
@@ -184,9 +256,9 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/engine/ray/test_ray_checkpoints.py", KILLS),
     Thorough("tests/engine/ray/test_ray_groups.py", KILLS, but_first=True),
     Thorough("tests/engine/ray/test_ray_servers.py", KILLS, but_first=True),
-    Thorough("tests/engine/ray/test_ray_compression.py", PARITY, but_first=True),
+    Thorough("tests/engine/ray/test_ray_compression.py", PARITY),
     Thorough("tests/engine/ray/test_ray_hosts.py", "Ray clusters of three network namespaces"),
-    Thorough("tests/engine/ray/test_ray_own_states.py", KILLS, but_first=True),
+    Thorough("tests/engine/ray/test_ray_own_states.py", KILLS),
     Thorough("tests/engine/ray/test_ray_standbys.py", KILLS, but_first=True),
     Thorough("tests/engine/ray/test_ray_standby.py::test_it_may_die_between_any_two_messages", KILLS, but_first=True),
     Thorough("tests/engine/ray/test_ray_standby.py::test_again_and_again", KILLS),
@@ -194,7 +266,8 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/engine/ray/test_ray_standby.py::test_large_deltas_are_read_from_the_object_store", KILLS),
     Thorough("tests/engine/ray/test_ray_standby.py::test_two_deaths_in_a_row_end_the_run", KILLS),
     Thorough("tests/engine/ray/test_ray_standby.py::test_while_replicas_are_replaced", KILLS),
-    Thorough("tests/engine/ray/test_ray_suspects.py", KILLS, but_first=True),
+    Thorough("tests/engine/ray/test_ray_callbacks.py", KILLS),
+    Thorough("tests/engine/ray/test_ray_suspects.py", KILLS),
     Thorough("tests/engine/ray/test_ray_timers.py", KILLS, but_first=True),
     Thorough("tests/planner/test_auto.py", PLANNER),
     Thorough("tests/planner/test_short_runs.py", PLANNER),
@@ -215,7 +288,7 @@ TABLE: tuple[Thorough, ...] = (
         "tests/comm/shm/test_collectives.py::test_combines_every_dtype_by_every_operation", PARITY, but_first=True
     ),
     Thorough("tests/comm/shm/test_collectives.py::test_moves_every_dtype_through_small_stages", PARITY, but_first=True),
-    Thorough("tests/engine/test_distributed_parity.py", PARITY, but="2"),
+    Thorough("tests/engine/test_distributed_parity.py", PARITY, but="2-*"),
     Thorough("tests/engine/local/test_local_kills.py::test_under_every_policy", KILLS, but_first=True),
     Thorough("tests/engine/local/test_local_kills.py::test_the_fork_server", KILLS),
     Thorough("tests/engine/local/test_local_records.py::test_more_points_than_any_queue_holds", "600 evaluations"),
@@ -234,7 +307,194 @@ TABLE: tuple[Thorough, ...] = (
     Thorough(
         "tests/replica/pipeline/test_pipelined_models.py::test_five_steps_equal_one_process", PARITY, but_first=True
     ),
+    Thorough("tests/engine/test_virtual_checkpoints.py::test_under_any_policy", PARITY, but="one at a time-*"),
+    Thorough(
+        "tests/engine/test_virtual_checkpoints.py::test_over_a_network_whose_hosts_come_and_go", PARITY, but="random-a*"
+    ),
+    Thorough("tests/planner/test_policies.py::test_equations_are_what_is_simulated", STATISTICS, but="fraction=0.5 *"),
+    Thorough("tests/planner/test_policies.py::test_synchronous", STATISTICS, but="exponential:*"),
+    Thorough("tests/planner/test_policies.py::test_k_sync", STATISTICS, but="exponential:*"),
+    Thorough("tests/planner/test_policies.py::test_k_async", STATISTICS, but="exponential:*"),
+    Thorough("tests/planner/test_policies.py::test_k_batch_async", STATISTICS, but="exponential:*"),
+    Thorough("tests/planner/test_policies.py::test_asynchronous", STATISTICS, but="exponential:*"),
+    Thorough("tests/planner/test_policies.py::test_backups", STATISTICS, but_first=True),
+    Thorough("tests/planner/test_policies.py::test_stale_synchronous_is_its_recurrence", STATISTICS, but_first=True),
+    Thorough(
+        "tests/planner/test_answer.py::test_the_best_is_never_affected_and_all_stand_for_themselves",
+        PLANNER,
+        but_first=True,
+    ),
+    Thorough("tests/replica/pipeline/test_cut.py::test_parts_chained_are_the_model", PARITY, but="4-*"),
+    Thorough("tests/replica/pipeline/test_pipelined.py::test_five_steps_equal_one_process", PARITY, but="Skips-*"),
+    Thorough("tests/replica/pipeline/test_stage_replicas.py::test_five_steps_equal_one_process", PARITY, but="Skips-*"),
+    Thorough(
+        "tests/replica/pipeline/test_pipelined_models.py::test_what_is_made_again_is_the_same",
+        PARITY,
+        but="*-boundaries-zero-bubble",
+    ),
+    Thorough(
+        "tests/replica/pipeline/test_async_stage.py::test_two_versions_are_what_their_formula_says",
+        PARITY,
+        but="*-adam",
+    ),
+    Thorough(
+        "tests/replica/pipeline/test_async_stage.py::test_pipedream_is_what_its_formula_says", PARITY, but="*-adam"
+    ),
+    Thorough("tests/replica/test_handover.py::test_a_model_taken_over_is_the_same", PARITY, but="None-[!bgrv]*"),
+    Thorough("tests/replica/test_compilation.py::test_a_compiled_run_is_the_plain_one", PARITY, but_first=True),
+    Thorough(
+        "tests/replica/test_compilation.py::test_sizes_that_come_later_are_compared_and_leave_no_trace",
+        PARITY,
+        but_first=True,
+    ),
+    Thorough("tests/replica/tensor/test_models.py::test_shards_are_the_model", PARITY, but="*-3"),
+    Thorough("tests/replica/tensor/test_branches.py::test_branches_are_the_model", PARITY, but="*-3"),
+    Thorough(
+        "tests/replica/tensor/test_user_rules.py::test_an_operator_is_divided_as_asked_and_the_model_stays_the_same",
+        PARITY,
+        but="*-2",
+    ),
+    Thorough("tests/replica/tensor/test_rules_losses.py::test_losses_of_elements", PARITY, but="*-3"),
+    Thorough("tests/replica/tensor/test_rules_losses.py::test_cross_entropy_of_probabilities", PARITY, but="*-4"),
+    Thorough("tests/replica/tensor/test_rules_losses.py::test_nll_of_log_softmax", PARITY, but="*-3"),
+    Thorough("tests/test_show_shards.py::test_what_it_says_is_what_shards_hold_and_do", PARITY, but="*-2"),
+    Thorough(
+        "tests/engine/local/test_local_parity.py::test_processes_in_lockstep_are_one_process", PARITY, but="[agt]*-4"
+    ),
+    Thorough(
+        "tests/engine/local/test_local_parallel_update.py::test_rounds_made_in_parts_are_those_of_one_process",
+        PARITY,
+        but_first=True,
+    ),
+    Thorough(
+        "tests/engine/local/test_local_parallel_update.py::test_a_round_is_neither_lost_nor_made_twice",
+        KILLS,
+        but="0-momentum-*",
+    ),
+    Thorough(
+        "tests/engine/local/test_local_kills.py::test_at_any_moment_each_delta_is_applied_once_or_discarded",
+        KILLS,
+        but="1-*",
+    ),
+    Thorough(
+        "tests/engine/local/test_local_checkpoints.py::test_replicas_of_several_workers_go_on_under_any_policy",
+        PARITY,
+        but_first=True,
+    ),
+    Thorough(
+        "tests/engine/local/test_start.py::test_workers_import_what_the_fork_server_cannot", KILLS, but_first=True
+    ),
+    Thorough("tests/engine/test_sandblaster.py::test_lbfgs_makes_torchs_steps", PARITY, but="2-5-*"),
+    Thorough("tests/engine/test_virtual_policies.py::test_two_names_of_one_thing", PARITY, but="*-momentum"),
+    Thorough("tests/engine/test_virtual_policies.py::test_rounds_of_those_that_are_in_time", PARITY, but="*-momentum"),
+    Thorough(
+        "tests/engine/test_model_loss.py::test_compiled", "compiles C++, which takes some twenty seconds each time"
+    ),
+    Thorough("tests/engine/test_wait_thread.py::test_a_process_may_end_before_its_threads", COMMANDS),
+    Thorough("tests/optim/test_optim_engines.py::test_processes_are_one_process", PARITY, but="*-3"),
+    Thorough(
+        "tests/optim/test_optim_engines.py::test_every_policy_in_virtual_time_and_in_processes", PARITY, but="*-lamb"
+    ),
+    Thorough("tests/parameter_scheduling/test_own_program.py::test_the_example_runs_in_processes", PROGRAMS),
+    Thorough(
+        "tests/parameter_scheduling/test_local_workers.py::test_faults_of_a_program_are_the_same_in_both",
+        KILLS,
+        but="virtual-*",
+    ),
+    Thorough("tests/parameter_scheduling/test_lasso.py::test_processes_compute_the_same_bits", PARITY, but_first=True),
+    Thorough(
+        "tests/integrations/test_integrations.py::test_trains_what_the_plain_script_trains", COMMANDS, but_first=True
+    ),
+    Thorough("tests/integrations/test_integrations.py::test_fewer_batches_than_replicas_are_refused", COMMANDS),
+    Thorough("tests/integrations/test_integrations.py::test_arguments_that_start_ddp_are_refused", COMMANDS),
+    Thorough("tests/test_predict.py::test_the_command_reads_a_file_and_writes_one", COMMANDS),
+    Thorough("tests/test_policy_page.py::test_the_program_without_a_model_runs", PROGRAMS),
+    Thorough("tests/test_share_workers.py::test_a_killed_share_goes_on_as_if_it_had_not_been", KILLS, but="4"),
+    Thorough(
+        "tests/test_share_workers.py::test_a_signal_ends_it_also_while_jobs_that_had_slices_are_read", KILLS, but="1"
+    ),
+    Thorough(
+        "tests/test_predict.py::test_what_fails_in_a_worker_reaches_the_caller_and_leaves_nobody", KILLS, but="dies-*"
+    ),
+    Thorough(
+        "tests/engine/test_pipeline_parity.py::test_the_local_engine_starts_the_stages_itself", PARITY, but="mlp-3"
+    ),
+    Thorough("tests/engine/local/test_local_resources.py::test_two_engines_at_once", "starts two fork servers"),
+    Thorough("tests/accelerator/test_engines.py::test_no_step_of_two_ranks_waits_for_the_device", PARITY),
+    Thorough("tests/accelerator/test_engines.py::test_a_killed_worker_process_is_replaced", KILLS),
+    Thorough("tests/planner/test_explain.py::test_policies_compete_where_a_divided_optimizer_is_faster_too", PLANNER),
+    Thorough("tests/cli/test_plan.py::test_delays_let_policies_compete", PLANNER),
+    Thorough(
+        "tests/engine/test_distributed_zero1.py::test_each_worker_holds_what_the_formulas_say", PARITY, but_first=True
+    ),
+    Thorough(
+        "tests/engine/test_noise_scale.py::test_the_local_engine_tells_what_virtual_time_tells",
+        PARITY,
+        but="replicas=3 *",
+    ),
+    Thorough("tests/engine/test_own_loops.py::test_equals_the_plain_loop", PARITY, but="2-*"),
+    Thorough("tests/engine/test_own_loops.py::test_one_local_replica_equals_steps_of_paceline", PARITY, but_first=True),
+    Thorough(
+        "tests/engine/test_own_loops.py::test_refuses_what_own_gradients_cannot_do",
+        "imports the compiler",
+        but="*settings[013]*",
+    ),
+    Thorough("tests/callbacks/test_engines.py::test_local", PARITY, but_first=True),
+    Thorough("tests/replica/tensor/test_models.py::test_attention_is_divided_by_heads", PARITY, but="*-2"),
+    Thorough("tests/replica/tensor/test_rules_losses.py::test_cross_entropy_of_classes", PARITY, but="*-3"),
+    Thorough(
+        "tests/replica/tensor/test_rules_losses.py::test_cross_entropy_of_classes_weighed_and_in_more_dims",
+        PARITY,
+        but="*-3",
+    ),
+    Thorough(
+        "tests/replica/tensor/test_functionalize.py::test_a_residual_network_is_divided_as_if_nothing_were_in_place",
+        PARITY,
+        but="3",
+    ),
+    Thorough("tests/engine/local/test_own_states.py::test_however_a_replica_is_cut", KILLS, but_first=True),
+    Thorough("tests/planner/test_servers.py::test_servers_compete_with_all_reduce_where_replicas_are_late", PLANNER),
+    Thorough(
+        "tests/engine/test_noise_scale.py::test_a_known_covariance_is_found_within_five_percent",
+        STATISTICS,
+        but="replicas=[24]*4",
+    ),
+    Thorough(
+        "tests/engine/test_noise_scale.py::test_gradients_of_different_versions_are_told_to_be_biased",
+        STATISTICS,
+        but="replicas=2 *",
+    ),
+    Thorough(
+        "tests/benchmarks/test_scheduling.py::test_jobs_that_learn_at_different_speeds_gain_from_unequal_turns",
+        BENCHMARK,
+    ),
+    Thorough("tests/benchmarks/test_hostile_files.py::test_a_sound_checkpoint_is_read_in_all_ways", BENCHMARK),
+    Thorough("tests/engine/test_model_loss.py::test_in_parts", PARITY, but="loss-stages=2 shards=2*"),
+    Thorough("tests/comm/shm/test_drop_in.py::test_meshes_of_two_by_two", PARITY, but_first=True),
+    Thorough("tests/comm/shm/test_drop_in.py::test_fully_sharded", PARITY, but="*half*"),
+    Thorough("tests/comm/shm/test_drop_in.py::test_four_ranks_but_for_the_order_of_sums", PARITY, but="*d-args[02]"),
+    Thorough("tests/accelerator/test_engines.py::test_no_step_waits_for_the_device", PARITY, but_first=True),
+    Thorough("tests/cli/test_watch.py::test_a_run_is_shown_from_its_start_to_its_end", PARITY, but_first=True),
+    Thorough(
+        "tests/parameter_scheduling/test_matrix_factorization.py::test_processes_compute_the_same_bits",
+        PARITY,
+        but_first=True,
+    ),
+    Thorough("tests/engine/test_tensor_loose.py::test_equals_one_process", PARITY, but="[ac]*"),
+    Thorough(
+        "tests/engine/local/test_replica_group.py::test_one_replica_on_its_own_is_one_process",
+        PARITY,
+        but="stages=2 shards=2 *",
+    ),
+    Thorough(
+        "tests/engine/local/test_start.py::test_one_rank_captures_a_model_where_main_does_not", PARITY, but_first=True
+    ),
+    *(Thorough(f"tests/comm/test_compression.py::test_{name}", PARITY, but="P=2*") for name in COMPRESSED),
+    *(Thorough(f"tests/replica/tensor/test_rules_{name}.py::test_every_way", PARITY, but="*-(3,)") for name in RULES),
 )
+
+
+BY_NAME = {entry.name: entry for entry in TABLE}
 
 
 def is_thorough(name: str, seen: set[str]) -> bool:
@@ -244,13 +504,11 @@ def is_thorough(name: str, seen: set[str]) -> bool:
         name: its node id.
         seen: entries of which the first test has come along already; grows.
     """
-    path, function, parameters = name.partition("::")[0], name.partition("[")[0], name.partition("[")[2]
-    for entry in TABLE:
-        if entry.name in (path, function):
-            if entry.but and parameters.startswith(entry.but):
-                return False
-            if entry.but_first and entry.name not in seen:
-                seen.add(entry.name)
-                return False
-            return True
-    return False
+    function, _, parameters = name.partition("[")
+    entry = BY_NAME.get(function) or BY_NAME.get(name.partition("::")[0])
+    if entry is None or (entry.but and fnmatchcase(parameters.removesuffix("]"), entry.but)):
+        return False
+    if entry.but_first and entry.name not in seen:
+        seen.add(entry.name)
+        return False
+    return True

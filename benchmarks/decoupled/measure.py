@@ -27,8 +27,8 @@ from paceline.clock.distributions import Constant
 from paceline.clock.network import Absence, Failures, Network
 from paceline.clock.times import Times
 from paceline.datasets.synthetic import synthetic
+from paceline.plots.curves import PALETTE
 from paceline.report.figures import PALE, drawn
-from paceline.report.inputs import PALETTE
 
 HERE = Path(__file__).parent
 REPLICAS, SECONDS, SEEDS = 8, 600.0, range(10)

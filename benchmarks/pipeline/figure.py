@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, ScalarFormatter
 from saved import WAYS
 
+from paceline.plots.curves import PALETTE
 from paceline.report.figures import INK
-from paceline.report.inputs import PALETTE
 
 LOOK: Any = {  # matplotlib's type for it lists the names that its newest version knows
     "svg.fonttype": "none",

@@ -12,8 +12,8 @@ from kit.sheet import Row, Sheet
 from kit.words import grid
 from matplotlib.axes import Axes
 
+from paceline.plots.curves import PALETTE
 from paceline.report.figures import drawn
-from paceline.report.inputs import PALETTE
 
 KEYS = ("servers", "replicas", "side", "setting", "alone_s", "seed")
 """Columns that say which run a row is of."""

@@ -14,8 +14,8 @@ from matplotlib.lines import Line2D
 from protocol import ALGORITHMS, TABLES, Configuration, Table
 from study import Study
 
+from paceline.plots.curves import PALETTE
 from paceline.report.figures import INK, PALE
-from paceline.report.inputs import PALETTE
 
 COLOURS = dict(zip(ALGORITHMS, PALETTE, strict=False))
 DASHES: dict[str, Any] = dict(zip(ALGORITHMS, ("-", "--", "-"), strict=True))

@@ -39,7 +39,7 @@ class Timed(Engine):
                 self.ready_s.append(time.perf_counter() - began)
             watch(progress)
 
-        return self._inner.run(job, note)
+        return self._inner.run(job, Watcher(note))
 
     def close(self) -> None:
         self._inner.close()

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline import callbacks
     from paceline.aggregation.asynchronous import Asynchronous
     from paceline.aggregation.base import Aggregation, Apply, Arrival, Cancel, Decision, Discard, Portion, Release
     from paceline.aggregation.buffered import Buffered
@@ -30,13 +31,16 @@ if TYPE_CHECKING:
     from paceline.aggregation.stale_synchronous import StaleSynchronous
     from paceline.aggregation.synchronous import Synchronous
     from paceline.api.compare import Comparison, compare
+    from paceline.api.join import join
     from paceline.api.plan import Plans, plan
     from paceline.api.predictor import predict, predictor
     from paceline.api.resume import resume
+    from paceline.api.serve import serve
     from paceline.api.share_workers import SharedRuns, share_workers
     from paceline.api.show import show_mesh, show_shards, show_stages
     from paceline.api.train import launch, train
     from paceline.core.errors import (
+        CallbackError,
         CollectiveError,
         InputError,
         NonFiniteError,
@@ -68,6 +72,7 @@ __all__ = [  # noqa: RUF022 (LBFGS is no constant)
     "Arrival",
     "Asynchronous",
     "Buffered",
+    "CallbackError",
     "Cancel",
     "CollectiveError",
     "Comparison",
@@ -109,8 +114,10 @@ __all__ = [  # noqa: RUF022 (LBFGS is no constant)
     "Worker",
     "WorkerError",
     "__version__",
+    "callbacks",
     "compare",
     "cut",
+    "join",
     "launch",
     "load",
     "pace",
@@ -121,6 +128,7 @@ __all__ = [  # noqa: RUF022 (LBFGS is no constant)
     "resume",
     "scaled_learning_rate",
     "schedule_parameters",
+    "serve",
     "share_workers",
     "show_mesh",
     "show_shards",
@@ -139,10 +147,12 @@ _NAMES = {
     "api.plan": "Plans plan",
     "api.predictor": "predict predictor",
     "api.resume": "resume",
+    "api.serve": "serve",
     "api.share_workers": "SharedRuns share_workers",
     "api.show": "show_mesh show_shards show_stages",
+    "api.join": "join",
     "api.train": "launch train",
-    "core.errors": "CollectiveError InputError NonFiniteError PacelineError WaitTimeoutError WorkerError",
+    "core.errors": "CallbackError CollectiveError InputError NonFiniteError PacelineError WaitTimeoutError WorkerError",
     "core.registry": "register",
     "engine.distributed.sync_batchnorm": "synchronised_batchnorm",
     "engine.worker": "Worker",
@@ -155,6 +165,8 @@ _NAMES = {
     "run": "Run load",
     "strategy": "Strategy",
 }
+# Public modules: ``paceline.callbacks.EarlyStopping``.
+_MODULES = ("callbacks",)
 _HOME = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 
@@ -173,9 +185,10 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _HOME and name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    module: Any = import_module(_HOME.get(name, f"{__name__}.{name}"))
+    value = globals()[name] = module if name in _MODULES else getattr(module, name)
     return value
 
 

@@ -1,9 +1,9 @@
 """Comparison: several strategies from the same start under the same budget, its table, and its saved form.
 
-comparison.json              strategies, their rounds and means, baseline, differences
-0-synchronous/round-0/       run of the first strategy in the first round, as ``Run.save`` writes it
-0-synchronous/round-1/
-1-asynchronous/round-0/ …
+comparison.json            strategies, their rounds and means, baseline, differences
+0-replicas-8/round-0/      run of the first strategy in the first round, as ``Run.save`` writes it
+0-replicas-8/round-1/
+1-replicas-8-aggregation-asynchronous/round-0/ …
 """
 
 import re
@@ -13,22 +13,28 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import InputError, unknown
 from paceline.core.safe_files import new_folder, read_json, reading, write_json
 from paceline.metrics.repeats import Estimate, difference, mean_summary
+from paceline.metrics.short_forms import html_table, sentence
 from paceline.metrics.table_columns import BRIEF, Entry, grid, labels
+from paceline.plots import plot, plot_svg
 from paceline.program import Program
-from paceline.run import Run, load
+from paceline.run import Run, load, require_package
 from paceline.strategy import Strategy
+
+if TYPE_CHECKING:
+    from paceline.core.records import Record
+    from paceline.plots.curves import Plot
 
 _GAP = "  "
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
-    """Result of ``compare``.
+    """Result of ``compare``; at a prompt a line for each strategy, in a notebook the table with the curves.
 
     Args:
         runs: text of a strategy -> its runs, round by round; strategies in the order in which they were given.
@@ -39,6 +45,34 @@ class Comparison:
     runs: Mapping[str, Sequence[Run]]
     baseline: str
     signal: str | None = None
+
+    def __repr__(self) -> str:
+        lines = [
+            f"  {text}: {sentence(self.mean[text])}" + (f" (mean of {len(runs)} rounds)" if len(runs) > 1 else "")
+            for text, runs in self.runs.items()
+        ]
+        return "\n".join([f"<Comparison {self._title()}, {len(self.runs)} strategies", *lines]) + ">"
+
+    def _repr_html_(self) -> str:
+        names, entries = labels(self.strategies), self._entries(self.baseline)
+        columns, cells = grid(BRIEF, entries)
+        titles = ["strategy", *(f"{each.group}: {each.title}" if each.group else each.title for each in columns)]
+        rows = [[entry.label, *line] for entry, line in zip(entries, cells, strict=True)]
+        caption = f"{self._title()}; {self._head(self.baseline, names)}"
+        drawing = plot_svg(self._histories(), virtual=self._virtual)
+        return html_table(caption, rows, titles=titles, drawing=drawing)
+
+    def plot(self) -> "Plot":
+        """Return accuracy and losses of each strategy over training time and over updates, as a figure of matplotlib.
+
+        A line is the mean over the rounds, in a band from the least to the largest of them.
+        ``comparison.plot().savefig("comparison.png")`` writes it; a notebook shows it.
+
+        Raises:
+            InputError: matplotlib is not installed.
+        """
+        require_package("matplotlib", "comparison.plot()", extra="plots")
+        return plot(self._histories(), self._title(), virtual=self._virtual)
 
     @property
     def interrupted(self) -> bool:
@@ -82,10 +116,7 @@ class Comparison:
             InputError: the baseline is none of the strategies.
         """
         baseline = self.baseline if baseline is None else find_baseline(baseline, self.strategies)
-        names, differences = labels(self.strategies), self.against(baseline)
-        entries = [
-            Entry(names[text], self.mean[text], differences.get(text), len(runs)) for text, runs in self.runs.items()
-        ]
+        entries = self._entries(baseline)
         columns, cells = grid(BRIEF, entries)
         rows = [["strategy", *(column.title for column in columns)]]
         rows += [[entry.label, *line] for entry, line in zip(entries, cells, strict=True)]
@@ -102,11 +133,42 @@ class Comparison:
         for label, *figures in rows:
             aligned = [figure.rjust(width) for figure, width in zip(figures, widths[1:], strict=True)]
             lines.append(_GAP.join([label.ljust(widths[0]), *aligned]))
-        fewest, most = min(entry.rounds for entry in entries), max(entry.rounds for entry in entries)
-        count_text = f"{most} round{'' if most == 1 else 's'}" if fewest == most else f"{fewest} to {most} rounds"
-        spread = ", ± half a 95 % interval" if most > 1 else ""
-        head = f"{count_text}; difference: of the mean over time, in points, against {names[baseline]}{spread}"
+        head = self._head(baseline, labels(self.strategies))
         return "\n".join([head, "", *(line.rstrip() for line in lines)])
+
+    def _entries(self, baseline: str) -> list[Entry]:
+        names, differences = labels(self.strategies), self.against(baseline)
+        alone: dict[str, Estimate | None] | None = None if differences else {}
+        return [
+            Entry(names[text], self.mean[text], differences.get(text, alone), len(runs))
+            for text, runs in self.runs.items()
+        ]
+
+    def _head(self, baseline: str, names: Mapping[str, str]) -> str:
+        """Return how many rounds there were, and what the differences are."""
+        fewest, most = (bound(map(len, self.runs.values())) for bound in (min, max))
+        count_text = f"{most} round{'' if most == 1 else 's'}" if fewest == most else f"{fewest} to {most} rounds"
+        if len(self.runs) == 1:
+            return f"{count_text} of one strategy: there is nothing to compare it with"
+        spread = ", ± half a 95 % interval" if most > 1 else ""
+        return f"{count_text}; difference: of the mean over time, in points, against {names[baseline]}{spread}"
+
+    @property
+    def _first(self) -> Run | None:
+        return next((run for runs in self.runs.values() for run in runs), None)
+
+    @property
+    def _virtual(self) -> bool:
+        return self._first is not None and self._first.engine == "virtual"
+
+    def _title(self) -> str:
+        if self._first is None:
+            return "without a complete run"
+        return f"{self._first.program_name} on the {self._first.engine} engine"
+
+    def _histories(self) -> "dict[str, list[Sequence[Record]]]":
+        names = labels(self.strategies)
+        return {names[text]: [run.history for run in runs] for text, runs in self.runs.items()}
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that ``paceline compare --json`` prints."""

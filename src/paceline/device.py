@@ -6,10 +6,12 @@ types differ in; everything else is tensors.
 
 import contextlib
 import functools
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -109,6 +111,36 @@ def own_generators(tensors: Iterable[Tensor], number: int) -> Iterator[None]:
         for device in (CPU, *devices):
             seed(number, device)
         yield
+
+
+class OwnGenerators(contextlib.AbstractContextManager[None]):
+    """Context manager, entered again and again: the generators that data sets draw from, apart from the process's own.
+
+    They are torch's of the CPU, Python's and NumPy's; what is drawn inside continues where the last block ended.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._others = _generator_states()
+        torch.default_generator.manual_seed(number)
+        random.seed(number)
+        np.random.seed(number % 2**32)
+        self._swap()
+
+    def __enter__(self) -> None:
+        self._swap()
+
+    def __exit__(self, *raised: object) -> None:
+        self._swap()
+
+    def _swap(self) -> None:
+        own, self._others = self._others, _generator_states()
+        torch.set_rng_state(own[0])
+        random.setstate(own[1])
+        np.random.set_state(own[2])
+
+
+def _generator_states() -> tuple[Tensor, Any, Any]:
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -1,9 +1,12 @@
 """Live display of a run on stderr: its fraction of the budget, its rates, its newest scores."""
 
 import contextlib
+import functools
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeAlias
 
 from rich.console import Console, Group
@@ -15,10 +18,13 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.core.types import Seconds
-from paceline.engine.base import Progress, Watcher
+from paceline.engine.base import Progress
 
 # Least time between two redraws; they are made by the thread that drives the run, and cost it time.
 REDRAW_S: Seconds = 0.2
+
+# Time after which there is a line about what is being done before training, where nothing is drawn.
+SLOW_S: Seconds = 10.0
 
 _STATISTICS = (
     ("noise_scale", "noise scale {:,.0f}"),
@@ -66,6 +72,22 @@ def clock(seconds: Seconds) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def interrupted(signal: str, folder: Path | None) -> str:
+    """Return the line about a run that a signal has asked to end.
+
+    Args:
+        signal: its name.
+        folder: of the run's checkpoints; None: it has none.
+
+    >>> interrupted("SIGTERM", None)
+    'paceline: SIGTERM: training ends, the model is evaluated; a second Ctrl-C waits for neither workers nor evaluation'
+    """
+    name = "Ctrl-C" if signal == "SIGINT" else signal
+    done = "evaluated" if folder is None else f"saved in {folder} and evaluated"
+    second = "a second Ctrl-C waits for neither workers nor evaluation"
+    return f"paceline: {name}: training ends, the model is {done}; {second}"
+
+
 class LiveProgress:
     """Display of the newest :class:`Progress`, from ``with`` to the end of the block.
 
@@ -106,7 +128,7 @@ class LiveProgress:
     def update(self, progress: Progress) -> None:
         """Take the newest state; draw it unless the last drawing is younger than ``REDRAW_S``."""
         # A new phase is always drawn: it may be long until the next update.
-        entered = progress.phase != self._newest.phase
+        entered = (progress.phase, progress.work) != (self._newest.phase, self._newest.work)
         self._newest = progress
         if self._training_since_s is None and progress.phase == "training":
             self._training_since_s = self._now()
@@ -123,7 +145,7 @@ class LiveProgress:
     def _draw(self) -> None:
         self._drawn_s = self._now()
         fraction, left_s = self._newest.fraction, self.left_s()
-        phase = self._start if self._newest.phase == "starting" else self._newest.phase
+        phase = (self._newest.work or self._start) if self._newest.phase == "starting" else self._newest.phase
         row = Table.grid(padding=(0, 1))
         row.add_row(
             f"{phase:<8}",
@@ -138,19 +160,55 @@ class LiveProgress:
 
 
 @contextlib.contextmanager
-def watcher(progress: bool | None, title: str, start: str = "starting") -> Iterator[Watcher]:
-    """Yield the function that an engine calls with each :class:`Progress`.
+def watcher(progress: bool | None, title: str, start: str = "starting") -> Iterator[Callable[[Progress], None]]:
+    """Yield the function that takes each :class:`Progress`.
 
     Args:
-        progress: True to draw; None to draw only if stderr is a terminal; False not to draw.
+        progress: True to draw; None to draw if stderr is a terminal, and else to write a line about what takes long
+            before training; False for neither.
         title: names the run.
         start: what workers do before they train, in a word.
     """
-    if not (sys.stderr.isatty() if progress is None else progress):
+    if sys.stderr.isatty() if progress is None else progress:
+        with LiveProgress(title, start) as live:
+            yield live.update
+    elif progress is None:
+        with SlowStart(title) as lines:
+            yield lines.update
+    else:
         yield lambda *_: None
-        return
-    with LiveProgress(title, start) as live:
-        yield live.update
+
+
+class SlowStart:
+    """Lines on stderr, in place of a display, about what takes long before training; a context manager.
+
+    Args:
+        title: names the run.
+        after_s: time after which there is a line.
+        say: prints one.
+    """
+
+    def __init__(self, title: str, after_s: Seconds = SLOW_S, say: Callable[[str], None] | None = None) -> None:
+        self._title, self._after_s, self._say = title, after_s, say or functools.partial(print, file=sys.stderr)
+        self._work, self._timer = "", threading.Timer(0.0, str)
+
+    def __enter__(self) -> "SlowStart":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    def update(self, progress: Progress) -> None:
+        """Take the newest state; what is being done has begun if it is another than before."""
+        if progress.work == self._work:
+            return
+        self._timer.cancel()
+        self._work = progress.work
+        if self._work:
+            line = f"paceline: {self._title}: {self._work} takes longer than {self._after_s:g} s"
+            self._timer = threading.Timer(self._after_s, self._say, [line])
+            self._timer.daemon = True
+            self._timer.start()
 
 
 # (what is being measured, completed fraction of all measurements).
@@ -158,10 +216,18 @@ Report: TypeAlias = Callable[[str, float], None]
 
 
 @contextlib.contextmanager
-def measuring(progress: bool | None, title: str) -> Iterator[Report]:
-    """Yield the function to call as measurements proceed; it draws under the same conditions as :func:`watcher`."""
+def measuring(progress: bool | None, title: str, *, line: str | None = None) -> Iterator[Report]:
+    """Yield the function to call as measurements proceed; it draws under the same conditions as :func:`watcher`.
+
+    Args:
+        progress: as for :func:`watcher`.
+        title: names what is measured.
+        line: printed once on stderr, when the first measurement begins, where there is no terminal to draw on and
+            ``progress`` is None.
+    """
     if not (sys.stderr.isatty() if progress is None else progress):
-        yield lambda *_: None
+        lines = [line] if line is not None and progress is None else []
+        yield lambda *_: print(lines.pop(), file=sys.stderr) if lines else None
         return
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:

@@ -37,13 +37,17 @@ from paceline.core.safe_files import (
     reading,
     write_json,
 )
+from paceline.metrics.short_forms import figures, html_table, sentence
 from paceline.metrics.summary import json_safe
+from paceline.plots import plot, plot_svg
 from paceline.program import Program
 from paceline.strategy import Strategy
 from paceline.trace.spans import Span, read_spans, write_spans
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from paceline.plots.curves import Plot
 
 __all__ = ["Run", "load"]
 
@@ -58,9 +62,9 @@ _MOST_DOTS = 2000
 State: TypeAlias = Mapping[str, Tensor]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
-    """One finished run.
+    """One finished run; at a prompt one line, in a notebook a table with the curves.
 
     Args:
         program_name: name of the program in reports.
@@ -83,6 +87,26 @@ class Run:
     left: list[ReplicaExit] = field(default_factory=list[ReplicaExit])
     spans: list[Span] = field(default_factory=list[Span])
     model: nn.Module | None = None
+
+    def __repr__(self) -> str:
+        return f"<Run {self.program_name}, {self.strategy}, engine={self.engine}: {sentence(self.summary)}>"
+
+    def _repr_html_(self) -> str:
+        rows = [("strategy", str(self.strategy)), ("engine", self.engine), *figures(self.summary).items()]
+        drawing = plot_svg({str(self.strategy): [self.history]}, virtual=self.engine == "virtual")
+        return html_table(self.program_name, rows, drawing=drawing)
+
+    def plot(self) -> "Plot":
+        """Return accuracy and losses over training time and over updates, as a figure of matplotlib.
+
+        ``run.plot().savefig("run.png")`` writes it; a notebook shows it.
+
+        Raises:
+            InputError: matplotlib is not installed.
+        """
+        require_package("matplotlib", "run.plot()", extra="plots")
+        title, virtual = f"{self.program_name}: {self.strategy}", self.engine == "virtual"
+        return plot({str(self.strategy): [self.history]}, title, virtual=virtual)
 
     def history_frame(self) -> "pd.DataFrame":
         """Return the history as a pandas table, one row per record.
@@ -107,12 +131,13 @@ class Run:
             "left": [asdict(departure) for departure in self.left],
         }
 
-    def save(self, path: str | Path, *, tensorboard: bool = False) -> None:
+    def save(self, path: str | Path, *, tensorboard: bool = False, files: Mapping[str, bytes] | None = None) -> None:
         """Write the run as a new folder, which appears whole or not at all.
 
         Args:
             path: path of the folder; it must not exist.
             tensorboard: also write the history as TensorBoard events.
+            files: contents of more files of the folder, by name.
 
         Raises:
             InputError: the folder exists or can't be written, or tensorboard is not installed.
@@ -142,9 +167,9 @@ class Run:
 
                 with SummaryWriter(str(folder)) as events:
                     for record in self.history:
-                        for name, value in record.row().items():
-                            if value is not None:
-                                events.add_scalar(name, value, record.updates, walltime=record.time_s)
+                        write_scalars(events, record)
+            for name, content in (files or {}).items():
+                (folder / name).write_bytes(content)
             (folder / MANIFEST).write_text(Manifest.of_files(head, folder).to_json(), encoding="utf-8")
 
     def _columns(self) -> list[str]:
@@ -248,10 +273,24 @@ def load_state(path: Path) -> dict[str, Tensor]:
             raise ValueError(str(error)) from error
 
 
-def require_package(package: str, feature: str) -> None:
-    """Raise InputError, with the line to run, if a package that a feature needs is not installed."""
+def write_scalars(events: Any, record: Record) -> None:
+    """Write the figures of a record by TensorBoard's ``SummaryWriter``, over updates and training time."""
+    for name, value in record.row().items():
+        if value is not None:
+            events.add_scalar(name, value, record.updates, walltime=record.time_s)
+
+
+def require_package(package: str, feature: str, *, extra: str | None = None) -> None:
+    """Raise InputError, with the line to run, if a package that a feature needs is not installed.
+
+    Args:
+        package: name to import it by.
+        feature: what needs it.
+        extra: of Paceline, that has it; None: it has the package's name.
+    """
     if find_spec(package) is None:
-        raise InputError(f"{feature} needs {package}, which is not installed; run: pip install 'paceline[{package}]'")
+        install = f"pip install 'paceline[{extra or package}]'"
+        raise InputError(f"{feature} needs {package}, which is not installed; run: {install}")
 
 
 def _read_history(path: Path) -> list[Record]:

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.core.formatting import aligned
 from paceline.core.records import Record
 from paceline.core.safe_files import new_folder, read_json, reading, write_json
 from paceline.core.types import Seconds
+from paceline.metrics.short_forms import html_table
 from paceline.metrics.summary import json_safe
 from paceline.run import Run
 
@@ -37,9 +39,9 @@ class Slice:
         return {"job": self.job, "steps": self.steps, "seconds": self.seconds, "records": rows}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SharedRuns:
-    """Result of :func:`paceline.share_workers`.
+    """Result of :func:`paceline.share_workers`; at a prompt a line for each job, in a notebook a table.
 
     Args:
         jobs: names, in the order in which they were given.
@@ -54,6 +56,18 @@ class SharedRuns:
     slices: Sequence[Slice]
     ended: str
     signal: str | None = None
+
+    def __repr__(self) -> str:
+        head = f"<SharedRuns {len(self.jobs)} jobs, {self._head()}"
+        lines = (f"  {job}: {repr(self.runs[job])[1:-1] if job in self.runs else 'no slice'}" for job in self.jobs)
+        return "\n".join([head, *lines]) + ">"
+
+    def _repr_html_(self) -> str:
+        titles, *rows = self._rows()
+        return html_table(self._head(), rows, titles=titles)
+
+    def _head(self) -> str:
+        return f"{len(self.slices)} slices, {self.seconds:.1f} s of training; {self.ended}"
 
     @property
     def interrupted(self) -> bool:
@@ -71,6 +85,11 @@ class SharedRuns:
 
     def table(self) -> str:
         """Return the jobs as text, one line each: slices, steps, training time, and losses at start and end."""
+        rows = self._rows()
+        return "\n".join([self._head(), "", *aligned(rows, right=rows[0][1:])])
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        """Return titles, and the cells of each job."""
         rows: list[tuple[str, ...]] = [
             ("job", "slices", "steps", "seconds", "training loss", "test loss", "test accuracy")
         ]
@@ -84,12 +103,7 @@ class SharedRuns:
             losses = [_change(first.train_loss, last.train_loss), _change(first.test_loss, last.test_loss)]
             spent = f"{sum(each.seconds for each in own):.1f}"
             rows.append((job, str(len(own)), f"{own[-1].steps:,}", spent, *losses, accuracy))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(cells)).rstrip()
-            for cells in (list(zip(row, widths, strict=True)) for row in rows)
-        ]
-        return "\n".join([f"{len(self.slices)} slices, {self.seconds:.1f} s of training; {self.ended}", "", *lines])
+        return rows
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that ``paceline share --json`` prints."""

@@ -52,6 +52,11 @@ def step(replica: Replica[A, D, Facts], server: Server[A, Facts], batch: D, cloc
     """Make one micro-step, the replica's ``clock``-th, and return its loss. A Δ takes one or several in a row."""
     if server.begins_delta():
         replica.adopt(server.pull())  # A_{t-1}
+    return contribute(replica, server, batch, clock)
+
+
+def contribute(replica: Replica[A, D, Facts], server: Server[A, Facts], batch: D, clock: int) -> float:
+    """Make the micro-step on the A that the replica has; an own loop, whose code computes gradients, begins here."""
     loss = replica.advance(batch, clock)  # towards Δ(A_{t-1}, D)
     if server.ends_delta():
         server.push(replica.finish(server.delta_buffer()))  # F makes A_t of it, when it sees fit

@@ -1,12 +1,13 @@
 """Strategy: how one program is trained in parallel, as a value and as a line of text."""
 
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Generic, Literal, TypeAlias, TypeGuard, TypeVar, final, get_args, get_type_hints
 
 from paceline import compression, schedule
-from paceline.aggregation import Aggregation, Synchronous, parse, text_of
+from paceline.aggregation import Aggregation, Synchronous, parse, registered, text_of
 from paceline.core.data_order import Partition
 from paceline.core.errors import InputError, check_bool, check_choice, check_int, unknown
 from paceline.core.mesh import Mesh
@@ -193,8 +194,11 @@ class Strategy:
                 "itself, replicas=2 for instance."
             )
         values: dict[str, Any] = {}
-        for word in filter(None, split_outside_brackets(" ".join(text.split()), at=" ")):
+        words = [*filter(None, split_outside_brackets(" ".join(text.split()), at=" "))]
+        _refuse_commas(words)
+        for word in words:
             name, equals, value = word.partition("=")
+            _refuse_policy(word)
             _refuse_unknown(name)
             if not (equals and value):
                 raise InputError(f"{word!r} gives {name} no value; write {name}=<value>.")
@@ -344,6 +348,23 @@ def _bounds(text: str) -> tuple[int, int]:
 def _refuse_unknown(name: str) -> None:
     if name not in _FIELDS:
         raise unknown("strategy field", name, _FIELDS)
+
+
+def _refuse_policy(word: str) -> None:
+    """Raise InputError, with the word to write, where a policy stands without the field that it is the value of."""
+    name = word.partition(":")[0]
+    if name in registered(Aggregation):
+        raise InputError(f"{name} is a policy, not a strategy field; write aggregation={word}.")
+
+
+def _refuse_commas(words: list[str]) -> None:
+    """Raise InputError, with the line to write, where commas stand between fields."""
+    # Of a policy's options, buffered:k=4,combine=sum, none has the name of a field, and none is followed by a space.
+    between = re.compile(rf"[,;](?=$|({'|'.join(_FIELDS)})=)")
+    fields = re.compile(rf"[,;]({'|'.join(_FIELDS)})=")
+    if any(between.search(word) for word in words[:-1]) or any(fields.search(word) for word in words):
+        line = " ".join(" ".join(between.sub(" ", word).split()) for word in words)
+        raise InputError(f"{' '.join(words)!r} has a comma between two fields; a space is enough: write {line!r}.")
 
 
 def _text(value: object) -> str:

@@ -3,33 +3,36 @@
 import inspect
 import math
 import os
-import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from paceline import support
-from paceline.aggregation import text_of
+from paceline.aggregation import Aggregation, text_of
+from paceline.callbacks.base import Callback, check_callbacks
 from paceline.checkpoint.fingerprint import differences
 from paceline.checkpoint.manifest import checkpoint_folders
 from paceline.checkpoint.options import CheckpointOptions
-from paceline.checkpoint.reader import Checkpoint, find
+from paceline.checkpoint.reader import Checkpoint, find, nothing_in
 from paceline.clock.times import Delay, Times
+from paceline.core.conditions import Condition
 from paceline.core.delta import Gradient
 from paceline.core.errors import InputError, unknown
 from paceline.core.records import STATISTICS
 from paceline.core.safe_files import check_writable
 from paceline.core.types import Seconds
 from paceline.device import resolved
-from paceline.engine.base import Budget, BudgetUnit, Condition, Engine, Job, OnDeath, OnNonFinite
+from paceline.engine.base import Budget, BudgetUnit, Engine, Job, OnDeath, OnNonFinite
 from paceline.engine.dry_run import DryRun, dry_run
 from paceline.engine.run_context import first_batch, order_of
 from paceline.engine.run_state import ResumePoint
-from paceline.program import Data, Program, is_source, length
+from paceline.program import Data, Program, is_source, length, no_data, no_loss
+from paceline.replica.step_options import BUFFER, WithStepOptions
 from paceline.strategy import Strategy
 from paceline.support import Case
 
@@ -38,7 +41,10 @@ V = TypeVar("V", Delay, Times)
 _EXAMPLES = {"delay": "fraction=0.5 normal:mean=0,std=0.25", "times": "compute=0.01 transfer=0 apply=0 gradient=0"}
 
 # Arguments of DataLoader that follow from the program's batch size and seed.
-_LOADER_RESERVED = ("batch_sampler", "batch_size", "drop_last", "sampler", "shuffle")
+_LOADER_RESERVED = ("batch_sampler", "batch_size", "drop_last", "generator", "in_order", "sampler", "shuffle")
+
+# Distance of evaluation points that never come.
+NEVER_S: Seconds = 1e9
 
 # Evaluation points over a budget after the one at its start, if evaluate_every is not given.
 POINTS = 20
@@ -67,11 +73,13 @@ class TrainOptions:
     keep: int = 3
     resume: bool | str | os.PathLike[str] = False
     accept_changes: bool = False
+    callbacks: Sequence[Callback] = ()
     found: tuple[Checkpoint | None, list[str]] | None = None
     """What ``resume`` names, where it was found and verified already, as ``find`` returns it."""
 
     def check(self) -> None:
         """Raise InputError if an option has a value that it can't have."""
+        check_callbacks(self.callbacks)
         if self.on_nonfinite not in get_args(OnNonFinite):
             raise unknown("on_nonfinite", str(self.on_nonfinite), get_args(OnNonFinite))
         if self.on_death is not None and self.on_death not in get_args(OnDeath):
@@ -123,12 +131,18 @@ class TrainOptions:
         for sentence in damaged:
             print(f"paceline: passed over: {sentence}", file=sys.stderr)
         if checkpoint is None and self.resume is not True:
-            raise InputError(f"{folder} has no sound checkpoint; write the folder that checkpoint= named")
+            raise nothing_in(folder)
         return checkpoint
 
-    def budget(self) -> Budget:
-        """Return the budget of the run; raise InputError if there is none, or more than one."""
+    def budget(self, *, loop_ends: bool = False) -> Budget:
+        """Return the budget of the run; raise InputError if there is more than one, or none.
+
+        Args:
+            loop_ends: whether there may be none, for a loop ends by itself.
+        """
         units: tuple[BudgetUnit, ...] = get_args(BudgetUnit)
+        if loop_ends and all(getattr(self, each) is None for each in (*units, "until")):
+            return Budget("seconds", None, self.evaluate_every or NEVER_S)
         given: dict[BudgetUnit, float] = {u: a for u in units if (a := getattr(self, u)) is not None}
         unit: BudgetUnit
         if len(given) > 1 or not (given or self.until):
@@ -147,10 +161,16 @@ class TrainOptions:
             raise InputError(
                 f"until={self.until!r} alone does not say how often to evaluate; write evaluate_every=1 (seconds)"
             )
-        return Budget(unit, amount, every, _condition(self.until) if self.until is not None else None)
+        return Budget(unit, amount, every, Condition.parse(self.until) if self.until is not None else None)
 
 
-def job_of(program: Program, strategy: Strategy | str, engine: Engine, options: TrainOptions) -> Job:
+def job_of(
+    program: Program,
+    strategy: Strategy | str,
+    engine: Engine,
+    options: TrainOptions,
+    meanwhile: Callable[[Strategy], AbstractContextManager[None]] = lambda _: nullcontext(),
+) -> Job:
     """Return the checked and resolved job of a run.
 
     Args:
@@ -158,6 +178,7 @@ def job_of(program: Program, strategy: Strategy | str, engine: Engine, options: 
         strategy: a value or its text.
         engine: the engine that is to run it.
         options: all other arguments.
+        meanwhile: is entered while the program's own code is run.
 
     Raises:
         InputError: something can't be done as written.
@@ -168,6 +189,9 @@ def job_of(program: Program, strategy: Strategy | str, engine: Engine, options: 
     if not isinstance(strategy, Strategy):
         raise InputError(f"strategy is {type(strategy).__name__}, not a Strategy or its text; write 'replicas=4'")
     strategy = replace(strategy, device=resolved(strategy.device))
+    own_steps = program.loss is no_loss or program.train is no_data
+    if options.loop is None:
+        _check_whole(program)
     options.check()
     names = ("on_nonfinite", "on_death", "noise_scale")
     same: dict[str, Any] = {name: getattr(options, name) for name in names}
@@ -177,27 +201,27 @@ def job_of(program: Program, strategy: Strategy | str, engine: Engine, options: 
     support.refuse(case)
     if strategy.pipelined:
         strategy.order.refuse(strategy.stage_count, strategy.micro_batch_count)
-    budget = options.budget()
+    budget = options.budget(loop_ends=options.loop is not None and (engine.joins or program.train is no_data))
     _check_data(program, strategy, budget)
     draft = Job(program, strategy, budget)
     # One step in this process shows what only the model's own code knows.
-    seen = dry_run(program, first_batch(draft), few=strategy.device != "cpu")
+    few = strategy.device != "cpu" or strategy.pipelined  # a pipeline's last stage looks at the whole batch
+    with meanwhile(strategy):
+        seen = dry_run(program, None if own_steps else first_batch(draft), few=few)
     _check_condition(budget, program, seen, options)
-    if seen.written and isinstance(strategy.aggregation.delta, Gradient):
-        raise InputError(
-            f"the model writes its parameter {seen.written[0]} in forward or backward (an Embedding with max_norm=, "
-            f"a clamp_?), but under aggregation={text_of(strategy.aggregation)} replicas only read A; do it to a copy "
-            "in forward, or write aggregation=local-steps:period=1, where each replica has parameters of its own"
-        )
+    _check_written(seen, strategy.aggregation)
     # What a policy leaves open (a learning rate, the number of replicas) is fixed here once, for every engine alike.
     aggregation = strategy.aggregation.resolved(learning_rate=seen.learning_rate, replicas=strategy.replicas)
     if seen.on_losses:
         _check_evaluations(draft, case, options)
+    model, running = program.model, seen.running_buffers
+    if options.loop is not None and not (strategy.spread or strategy.shard_parameters):  # where it may make steps
+        model, running = WithStepOptions(model, seen.options), (*running, BUFFER)
     job = replace(
         draft,
-        program=replace(program, metrics=seen.metrics),
+        program=replace(program, model=model, optimizer=seen.optimizer, metrics=seen.metrics),
         strategy=replace(strategy, aggregation=aggregation),
-        running_buffers=seen.running_buffers,
+        running_buffers=running,
         on_losses=seen.on_losses,
         engine=engine.name,
         delay=_parsed(Delay, "delay", options.delay),
@@ -206,8 +230,11 @@ def job_of(program: Program, strategy: Strategy | str, engine: Engine, options: 
         suspect_after_s=options.suspect_after_s,
         timeout_s=options.timeout_s,
         loop=options.loop,
+        callbacks=bool(options.callbacks),
         checkpoint=options.checkpoints(),
         fingerprint=seen.fingerprint,
+        modules=seen.modules,
+        joins=engine.joins,
         **same,
     )
     engine.refuse(job)
@@ -239,10 +266,25 @@ def _parsed(kind: type[V], name: str, value: V | str | None) -> V | None:
     return value
 
 
+def _check_whole(program: Program) -> None:
+    """Raise InputError where a program lacks what only a loop of its own can do without."""
+    missing = {"loss": program.loss is no_loss, "train": program.train is no_data}
+    loop = "paceline.launch(loop, program, strategy) with a loop that computes its own gradients"
+    for name, absent in missing.items():
+        if absent:
+            raise InputError(f"Program({name}=…) is missing; write it, or {loop}")
+    if isinstance(program.optimizer, Mapping):
+        names = ", ".join(map(repr, program.optimizer))
+        raise InputError(f"optimizer={{{names}}}: several step when a loop says so; write one, or {loop}")
+
+
 def _check_data(program: Program, strategy: Strategy, budget: Budget) -> None:
     """Raise InputError for options of the data loader, or of data that is a function, that can't have an effect."""
     options = inspect.signature(DataLoader.__init__).parameters.keys() - {"self", "dataset", *_LOADER_RESERVED}
+    whole_batches = isinstance(program.train, IterableDataset) and program.loader.get("batch_size", 1) is None
     for name in program.loader:
+        if name == "batch_size" and whole_batches:
+            continue
         if name in _LOADER_RESERVED:
             raise InputError(
                 f"loader={{{name!r}: …}}: which samples make a batch is said by batch_size= and seed=; leave {name} out"
@@ -251,36 +293,30 @@ def _check_data(program: Program, strategy: Strategy, budget: Budget) -> None:
             raise unknown("option of loader=", name, options)
     if not is_source(program.train):
         return
+    what = "an IterableDataset" if isinstance(program.train, IterableDataset) else "a function"
     if budget.unit == "epochs" and budget.amount is not None:
         raise InputError(
-            "epochs= needs a training set of known length, but train= is a function; write steps= or seconds="
+            f"epochs= needs a training set of known length, but train= is {what}; write steps= or seconds="
         )
+    if program.shuffle is not None:
+        raise InputError(f"shuffle={program.shuffle} has no effect: train= is {what}, which has an order of its own")
+    if program.drop_last and (what == "a function" or whole_batches):
+        raise InputError("drop_last=True has no effect: train= makes the batches; leave it out")
     if strategy.aggregation.portions is not None:
         raise InputError(
             f"aggregation={text_of(strategy.aggregation)} cuts batches of a training set of known length into "
-            "portions, but train= is a function, which makes the batches of each replica; write train= as a data set"
+            f"portions, but train= is {what}, which makes the batches of each replica; write train= as a data set"
         )
     if strategy.partition != "global":
         raise InputError(
-            f"partition={strategy.partition} needs a training set to divide, but train= is a function, which divides "
-            "by itself; leave partition out"
+            f"partition={strategy.partition} needs a training set to divide, but train= is {what}, which is divided "
+            "by its batches; leave partition out"
         )
     if program.global_batch_size is not None:
         raise InputError(
-            "global_batch_size= has no effect if train= is a function, which makes the batches; leave it out"
+            f"global_batch_size= has no effect if train= is {what}, of which replicas have no number of samples in "
+            "common; write batch_size="
         )
-
-
-def _condition(text: str) -> Condition:
-    """Return the value of a text such as ``test_accuracy>=0.97``.
-
-    >>> _condition("train_loss <= 0.1")
-    Condition(field='train_loss', above=False, bound=0.1)
-    """
-    match = re.fullmatch(r"\s*(\w+)\s*(>=|<=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*", str(text))
-    if match is None or match[3].count(".") > 1:
-        raise InputError(f"until={text!r} is no condition; write until='test_accuracy>=0.97'")
-    return Condition(match[1], match[2] == ">=", float(match[3]))
 
 
 def _check_evaluations(job: Job, case: Case, options: TrainOptions) -> None:
@@ -308,7 +344,7 @@ def _check_evaluations(job: Job, case: Case, options: TrainOptions) -> None:
         raise InputError(
             f"{what} needs the mean over all samples of each batch; write combine=mean and on_nonfinite='stop'"
         )
-    rounds = order.rounds_per_epoch(0) if order is not None else None
+    rounds = order.rounds_per_epoch(0) if order is not None and order.epoch_samples == order.samples else None
     if order is None or rounds != strategy.accumulate:
         shares = (strategy.aggregation.portions or strategy.replicas) * strategy.accumulate
         each = -(-length(cast(Data, job.program.train)) // shares) if order is not None else None
@@ -317,6 +353,16 @@ def _check_evaluations(job: Job, case: Case, options: TrainOptions) -> None:
         raise InputError(
             f"{what} compares losses at different A, so each update must be of all samples of the training set, but "
             f"{of}; write {instead}, or aggregation=sandblaster:portions= with as many portions as it has batches"
+        )
+
+
+def _check_written(seen: DryRun, aggregation: Aggregation[Any]) -> None:
+    """Refuse a model that writes its own parameters where replicas only read A."""
+    if seen.written and isinstance(aggregation.delta, Gradient):
+        raise InputError(
+            f"the model writes its parameter {seen.written[0]} in forward or backward (an Embedding with max_norm=, "
+            f"a clamp_?), but under aggregation={text_of(aggregation)} replicas only read A; do it to a copy "
+            "in forward, or write aggregation=local-steps:period=1, where each replica has parameters of its own"
         )
 
 

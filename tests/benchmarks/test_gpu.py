@@ -35,7 +35,8 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("row", SIDES)
+# Of three rows that differ in the model alone, one.
+@pytest.mark.parametrize("row", sorted(SIDES.keys() - {"mlp", "resnet50"}))
 def test_a_row_in_small(load: Callable[[str], Any], tmp_path: Path, row: str) -> None:
     measure, words = load("measure"), [*SMALL, "--rows", row, "--out", str(tmp_path)]
     assert measure.main(words) == 0

@@ -193,7 +193,7 @@ def a_job() -> Job:
 def test_another_engine_is_traced_as_it_is(load: Load) -> None:
     carrier = Carrier(carried())
     traced, job = load("engines").Traced(carrier), a_job()
-    traced.run(job, lambda _: None)
+    traced.run(job, Watcher())
     assert (traced.name, traced.spans) == ("carrier", spans(0, ("forward", 1)))
     assert carrier.job == replace(job, trace=True) != job
     with pytest.raises(InputError, match="refused"):

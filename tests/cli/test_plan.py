@@ -9,12 +9,17 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.plan import print_answer, print_shared
+from paceline.clock.cluster_file import Links
 from paceline.planner.answer import answer
+from paceline.planner.cluster import Cluster, Described
+from paceline.planner.devices import device
 from paceline.planner.multi_job import SharedJob, shared
+from paceline.planner.program.measured_workload import elsewhere
 from paceline.planner.search.objective import Objectives
 from paceline.planner.search.search import search
 from tests.cli.conftest import Invoke
 from tests.planner.plain_workload import Plain, cluster
+from tests.planner.profiles import PROFILE
 
 SHAPE = """
 [model]
@@ -195,3 +200,10 @@ def test_models_that_fit_nowhere_together(capsys: pytest.CaptureFixture[str]) ->
     jobs = [SharedJob("large", Plain(parameters=10**9))]
     print_shared(shared(jobs, cluster()), jobs)
     assert "nothing fits" in capsys.readouterr().out
+
+
+def test_a_step_that_is_launches_and_nothing_else_has_no_other_bottleneck(capsys: pytest.CaptureFixture[str]) -> None:
+    on = Cluster(1, 1, device("A100-80GB"), Described(Links(1e9, 1e9)), "one")
+    workload, objectives = elsewhere(PROFILE, on, 8), Objectives(unbuilt=True)
+    print_answer(answer("small", search(workload, on, objectives).plans, workload, on, objectives), "small")
+    assert "first bottleneck   launches of kernels" in capsys.readouterr().out

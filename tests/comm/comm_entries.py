@@ -46,6 +46,11 @@ def reply(fd: int, content: object) -> None:
     os.write(fd, json.dumps(content).encode() + b"\n")
 
 
+def modules(args: Args, fds: list[int]) -> None:
+    """Says which of some modules this process has."""
+    reply(fds[0], [name in sys.modules for name in args["names"]])
+
+
 def nothing(args: Args, fds: list[int]) -> None:
     """Ends at once."""
 

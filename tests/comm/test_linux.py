@@ -13,32 +13,29 @@ import pytest
 from paceline.comm import linux
 from paceline.comm.linux import FIRST, SECOND, available_bytes, considerate, left, limited, prompt
 
-BLOCKS = """
-import ctypes, sys, torch
-from paceline.comm.linux import keep_freed_memory
-if sys.argv[1] == "keep":
-    keep_freed_memory()
+MEMORY = """
+import ctypes, psutil, torch
+from paceline.comm.linux import give_back_freed_memory, keep_freed_memory
+
 class Told(ctypes.Structure):
     _fields_ = [(str(i), ctypes.c_size_t) for i in range(10)]
-mallinfo = ctypes.CDLL(None).mallinfo2
-mallinfo.restype = Told
-before = getattr(mallinfo(), "4")  # bytes in blocks with a mapping of their own
-block = torch.ones(1_000_000)
-print(getattr(mallinfo(), "4") - before)
-"""
 
+def mapped():  # bytes in blocks with a mapping of their own, which goes back to the system with the block
+    if not hasattr(ctypes.CDLL(None), "mallinfo2"):
+        return 0
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = Told
+    return getattr(mallinfo(), "4")
 
-def mapped(how: str) -> int:
-    """How many bytes of a 4 MB tensor have a mapping of their own, which goes back to the system with the tensor."""
-    told = subprocess.run([sys.executable, "-c", BLOCKS, how], capture_output=True, text=True, timeout=100)
-    assert told.returncode == 0, told.stderr
-    return int(told.stdout)
-
-
-FREED = """
-import psutil, torch
-from paceline.comm.linux import give_back_freed_memory, keep_freed_memory
+# Nothing is freed between the two: glibc maps fewer blocks after one that was mapped is freed.
+before = mapped()
+first = torch.ones(1_000_000)
+print(mapped() - before)
 keep_freed_memory()
+before = mapped()
+second = torch.ones(1_000_000)
+print(mapped() - before)
+
 blocks = [torch.ones(1_000_000) for _ in range(20)]
 last = torch.ones(1_000)  # above them in the heap, so that its end can't simply be cut off
 del blocks
@@ -48,17 +45,23 @@ print(before - psutil.Process().memory_info().rss)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps memory by its own rules")
-def test_what_was_freed_can_be_given_back() -> None:
-    told = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, timeout=100)
+@pytest.fixture(scope="module")
+def memory() -> list[int]:
+    """Bytes: of a 4 MB tensor with a mapping of its own, before freed memory is kept and then; of those given back."""
+    told = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, timeout=100)
     assert told.returncode == 0, told.stderr
-    assert int(told.stdout) >= 10 * 4_000_000
+    return [int(line) for line in told.stdout.split()]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps memory by its own rules")
+def test_what_was_freed_can_be_given_back(memory: list[int]) -> None:
+    assert memory[2] >= 10 * 4_000_000
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
-def test_large_blocks_come_from_memory_that_is_kept() -> None:
-    assert mapped("give back") >= 4_000_000
-    assert mapped("keep") == 0
+def test_large_blocks_come_from_memory_that_is_kept(memory: list[int]) -> None:
+    assert memory[0] >= 4_000_000
+    assert memory[1] == 0
 
 
 SLICE = "from paceline.comm import linux; raise SystemExit(linux._scheduling().runtime_ns == 200_000)"

@@ -1,5 +1,6 @@
 """Objects pickled into shared memory, and sent again and again over a channel."""
 
+import linecache
 import os
 import pickle
 import socket
@@ -22,6 +23,7 @@ from paceline.comm.shared_pickle import (
     SHARED_FROM_BYTES,
     ObjectReceiver,
     ObjectSender,
+    object_of,
     parts_of,
     share,
     unpack,
@@ -117,6 +119,21 @@ def test_lambdas_closures_and_classes_of_a_function_travel() -> None:
     assert torch.equal(got["make"](2)(torch.ones(LARGE)), scale**2)
     got["scale"].fill_(3.0)
     assert got["make"](1)(torch.ones(1))[0] == 3
+
+
+def test_code_keeps_the_name_of_its_file() -> None:
+    assert round_trip(lambda: 1).__code__.co_filename == __file__
+
+
+def test_the_lines_of_a_notebooks_cell_go_with_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell, source = "/nowhere/ipykernel_1/2.py", "def fails():\n    raise KeyError('of a cell')\n"
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(source, cell, "exec"), names)
+    monkeypatch.setitem(linecache.cache, cell, (len(source), None, source.splitlines(keepends=True), cell))
+    parts = parts_of(names["fails"])
+    monkeypatch.delitem(linecache.cache, cell)
+    fails = object_of(parts)
+    assert (fails.__code__.co_filename, linecache.getline(cell, 2).strip()) == (cell, "raise KeyError('of a cell')")
 
 
 def test_tied_weights_stay_tied_and_buffers_stay() -> None:

@@ -48,3 +48,30 @@ def test_with_the_same_global_batch_rounds_have_the_same_samples(replicas: int, 
     for k in range(20):
         old = np.concatenate([whole.batch(replica, stop + k) for replica in range(4)])
         assert np.concatenate([order.batch(replica, k) for replica in range(replicas)]).tolist() == old.tolist()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_with_the_last_round_dropped_batches_stay_full_however_often_the_split_changes(seed: int) -> None:
+    """And the samples of a position are whole epochs but for those that are left: a budget of epochs ends exactly."""
+    random = np.random.default_rng(seed)
+
+    def drawn(resumed: DataPosition | None) -> DataOrder:
+        replicas, batch_size = int(random.integers(1, 4)), int(random.integers(1, 5))
+        return DataOrder(30, batch_size, replicas, 5, resumed=resumed, drop_last=True, shuffle=bool(seed % 2))
+
+    order = drawn(None)
+    for _ in range(4):
+        taken = tuple(random.integers(0, 12, order.replicas).tolist())
+        batches = [order.batch(replica, k) for replica, count in enumerate(taken) for k in range(count)]
+        assert {len(batch) for batch in batches} <= {order.batch_size}
+        position = DataPosition(order, taken)
+        if order.resumed is None:
+            assert position.samples == sum(map(len, batches))
+        before, order = position, drawn(through_json(position))
+        start = DataPosition(order, (0,) * order.replicas)
+        left, begun = start.left()
+        assert sum(map(len, left)) % (order.replicas * order.batch_size) == 0
+        assert begun == before.left()[1]
+        rounds = order.batches_of_epoch(0, begun).start
+        for replica in range(order.replicas):
+            assert {len(order.batch(replica, k)) for k in range(rounds + 3)} == {order.batch_size}

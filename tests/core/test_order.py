@@ -173,3 +173,47 @@ def test_equal_fields_are_equal_orders() -> None:
 def test_bad_fields_are_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
         DataOrder(**({"samples": 10, "batch_size": 2, "replicas": 2, "seed": 0} | fields))  # type: ignore[arg-type]
+
+
+@given(*sizes, st.integers(0, 30))
+def test_without_shuffling_each_epoch_is_the_data_set_as_it_lies(
+    samples: int, batch_size: int, replicas: int, seed: int, k: int
+) -> None:
+    order = DataOrder(samples, batch_size, replicas, seed, shuffle=False)
+    rounds, whole = order.rounds_per_epoch(0), batch_size * replicas
+    expected = list(range(samples))[k % rounds * whole : (k % rounds + 1) * whole]
+    assert np.concatenate([order.batch(replica, k) for replica in range(replicas)]).tolist() == expected
+
+
+def test_disjoint_subsets_as_they_lie_are_pieces_of_the_data_set() -> None:
+    order = DataOrder(samples=10, batch_size=2, replicas=3, seed=5, partition="disjoint", shuffle=False)
+    batches = [[order.batch(replica, k).tolist() for k in range(2)] for replica in range(3)]
+    assert batches == [[[0, 1], [2, 3]], [[4, 5], [6]], [[7, 8], [9]]]
+    assert order.batch(0, 2).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("shuffle", [True, False])
+@given(*sizes, st.integers(0, 3))
+def test_with_the_last_round_dropped_all_batches_are_full(
+    partition: Partition, shuffle: bool, samples: int, batch_size: int, replicas: int, seed: int, epoch: int
+) -> None:
+    """And an epoch is the beginning of the one that keeps it, as far as batches are full."""
+    samples += replicas * batch_size
+    order = DataOrder(samples, batch_size, replicas, seed, partition, shuffle=shuffle, drop_last=True)
+    kept = DataOrder(samples, batch_size, replicas, seed, partition, shuffle=shuffle)
+    used = epoch_of(order, epoch)
+    assert len(used) == len(set(used)) == order.epoch_samples <= samples == kept.epoch_samples
+    for replica in range(replicas):
+        rounds = order.rounds_per_epoch(replica)
+        for k in range(rounds):
+            batch = order.batch(replica, epoch * rounds + k)
+            assert len(batch) == batch_size == order.size(replica, epoch * rounds + k)
+            assert batch.tolist() == kept.batch(replica, epoch * kept.rounds_per_epoch(replica) + k).tolist()
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_dropping_all_samples_is_refused(partition: Partition) -> None:
+    with pytest.raises(InputError, match="drop_last=True leaves nothing of 10 samples for 3 replicas with batch_size"):
+        DataOrder(10, 4, 3, 0, partition, drop_last=True)
+    assert DataOrder(12, 4, 3, 0, partition, drop_last=True).epoch_samples == 12

@@ -77,7 +77,7 @@ def loop(worker: Any) -> None:
 def ended() -> None:
     options = eval(words[2])
     slow = "fraction=1 constant:value=0.01"  # a run of seconds has not thousands of steps
-    settings: dict[str, Any] = {**QUIET, "seconds": 3.0, "timeout_s": 60.0, "delay": slow, **options}
+    settings: dict[str, Any] = {**QUIET, "seconds": 1.5, "timeout_s": 60.0, "delay": slow, **options}
     strategy = settings.pop("strategy", "aggregation=asynchronous")
     try:
         run = launch(loop, program(), f"replicas={size} {strategy}", **settings)

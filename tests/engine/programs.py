@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from paceline import Program
 
@@ -105,3 +106,17 @@ def with_tuple() -> Any:
 def with_dict() -> Any:
     inputs, targets = data()
     return {"extra": extra(), "x": inputs}, targets
+
+
+class Rows(Dataset[Any]):
+    """A map-style data set of one's own."""
+
+    def __init__(self, data: Any) -> None:
+        self.inputs, self.targets = data
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> Any:
+        assert type(index) is int, "torch's DataLoader gives ints"
+        return self.inputs[index], self.targets[index]

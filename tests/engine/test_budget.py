@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.aggregation import Aggregation, Asynchronous, parse
+from paceline.core.conditions import Condition
 from paceline.core.data_order import BatchRange, DataOrder
 from paceline.core.records import Record
-from paceline.engine.base import Budget, Condition, Job
+from paceline.engine.base import Budget, Job
 from paceline.engine.budget import Epochs, EvalSchedule, Steps, Unbounded
 from paceline.engine.coordinator_state import Tally
 from paceline.engine.run_context import RunContext, first_state

@@ -52,3 +52,25 @@ def test_what_is_wrong_is_said_of_the_batch() -> None:
         InputError, match=r"a batch of the training set \(input float64 \[8, 6\]\): ValueError: too few"
     ):
         dry_run(program([], only=3), BATCH, few=True)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "what"),
+    [
+        (lambda parameters: torch.optim.SGD(list(parameters)[:2]), "has no 2.weight"),
+        (lambda parameters: torch.optim.SGD([*parameters, nn.Parameter(torch.zeros(2))]), "has parameters that it was"),
+    ],
+)
+def test_an_optimizer_of_other_parameters_is_refused(optimizer: Any, what: str) -> None:
+    with pytest.raises(InputError, match=f"the optimizer {what}.* or set requires_grad=False on what is not"):
+        dry_run(programs.program(optimizer=optimizer), BATCH)
+
+
+def test_what_is_frozen_needs_no_optimizer() -> None:
+    groups = dry_run(programs.program(model=programs.frozen, optimizer=in_groups), BATCH)
+    assert groups.learning_rate == 0.5
+
+
+def in_groups(parameters: Any) -> torch.optim.Optimizer:
+    weight, bias = parameters
+    return torch.optim.SGD([{"params": [weight], "lr": 0.5}, {"params": [bias]}], lr=0.1)

@@ -69,10 +69,10 @@ def test_equals_one_process(engine: LocalEngine, case: Case, loose: bool) -> Non
 
 @pytest.mark.timeout(120)
 def test_what_is_kept_for_backward_is_counted(engine: LocalEngine) -> None:
-    """Of 4 samples the first layer's half of an output, after its Tanh, and each loss's few numbers; no parameter."""
+    """Of 4 samples a half of each hidden output, the whole first one, and a loss's few numbers; no parameter."""
     run = Case(job).run(2, engine)
     half = 4 * WIDTH // 2 * 8
-    assert all(half <= found < 4 * half for found in run.summary["peak_saved_bytes"])
+    assert all(4 * half <= found < 5 * half for found in run.summary["peak_saved_bytes"])
     assert len(run.summary["peak_saved_bytes"]) == 2
     assert not {"bubble", "pipeline_utilisation"} & run.summary.keys()
 

@@ -95,8 +95,8 @@ def assert_equal(one: Run, other: Run) -> None:
     assert repr(figures[0]) == repr(figures[1])
 
 
-@pytest.mark.parametrize("model", [programs.mlp, Normed], ids=["computed together", "one at a time"])
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("model", [programs.mlp, Normed], ids=["computed together", "one at a time"])
 def test_under_any_policy(cut: Cut, policy: str, model: Callable[[], nn.Module]) -> None:
     job = program(model), f"replicas=3 aggregation={policy}"
     options = OPTIONS | POLICIES[policy] | {"seconds": 0.25, "evaluate_every": 0.05}
@@ -122,8 +122,8 @@ mean_time_to_repair_s = 0.05
 """
 
 
-@pytest.mark.parametrize("compute", ["normal:mean=0.01,std=0.005", "0.01"], ids=["random", "all events at one time"])
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("compute", ["normal:mean=0.01,std=0.005", "0.01"], ids=["random", "all events at one time"])
 def test_over_a_network_whose_hosts_come_and_go(cut: Cut, policy: str, compute: str, tmp_path: Path) -> None:
     """Queues of links, hosts that are away and attempts in every phase are as they were."""
     path = tmp_path.with_suffix(".toml")
@@ -132,7 +132,7 @@ def test_over_a_network_whose_hosts_come_and_go(cut: Cut, policy: str, compute: 
     times = {"times": f"compute={compute} apply=0.001 network={path}", "delay": None}
     options = OPTIONS | POLICIES[policy] | times | {"seconds": 0.8, "evaluate_every": 0.1}
     whole = train(*job, engine="virtual", **options)
-    for arrivals in (5, 4, 7, 3, 8):
+    for arrivals in (5, 7, 8):
         assert cut(*job, arrivals=arrivals, **options).summary["signal"] == "SIGTERM"
     resumed = cut(*job, arrivals=0, **options)
     assert_equal(whole, resumed)

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset, default_collate
+from torch.utils.data import TensorDataset, default_collate
 
 from paceline import InputError, Program, Run, WorkerError, train
 from tests import oracle
 from tests.engine import programs
+from tests.engine.programs import Rows
 
 STEPS = 7
 ROUNDING = 1e-12
@@ -20,20 +21,6 @@ ROUNDING = 1e-12
 
 def run(program: Program, strategy: str = "replicas=3 aggregation=asynchronous", **settings: Any) -> Run:
     return train(program, strategy, engine="virtual", progress=False, **({"steps": STEPS} | settings))
-
-
-class Rows(Dataset[Any]):
-    """A map-style data set of one's own."""
-
-    def __init__(self, data: Any) -> None:
-        self.inputs, self.targets = data
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int) -> Any:
-        assert type(index) is int, "torch's DataLoader gives ints"
-        return self.inputs[index], self.targets[index]
 
 
 class Scaled(TensorDataset):

@@ -202,6 +202,12 @@ def test_a_loop_makes_one_pass_where_no_budget_is_given() -> None:
     assert run(plain, "replicas=2").summary["updates"] == 7
 
 
+def test_the_start_is_that_of_a_run_without_a_loop() -> None:
+    """Though a loop's run has in its state what the loop's optimizer says."""
+    trained = train(programs.program(), "replicas=3", engine="virtual", steps=1, progress=False)
+    assert run(plain, steps=1).summary["start_digest"] == trained.summary["start_digest"]
+
+
 def test_what_is_no_loop() -> None:
     with pytest.raises(InputError, match=r"loop=3 can't be called; write launch\(loop, program, strategy\)"):
         run(3, steps=1)

@@ -1,16 +1,24 @@
 """Means and differences over rounds."""
 
 import math
+from typing import Any
 
 import pytest
-from scipy import stats
 
 from paceline.metrics.repeats import MEASURES, difference, estimate, mean_summary
 
 A, L, T = MEASURES
 
 
-def test_the_interval_is_students() -> None:
+@pytest.fixture
+def stats() -> Any:
+    """SciPy's, whose import takes a second of those who run other tests."""
+    from scipy import stats
+
+    return stats
+
+
+def test_the_interval_is_students(stats: Any) -> None:
     found = estimate([1.0, 2.0, 4.0])
     low, high = stats.t.interval(0.95, 2, loc=7 / 3, scale=stats.sem([1.0, 2.0, 4.0]))
     assert (found.mean, found.standard_error) == pytest.approx((7 / 3, math.sqrt(7 / 3 / 3)))
@@ -18,7 +26,7 @@ def test_the_interval_is_students() -> None:
 
 
 @pytest.mark.parametrize("rounds", [*range(2, 33), 100])
-def test_the_quantiles_are_right_and_never_too_narrow_beyond_the_table(rounds: int) -> None:
+def test_the_quantiles_are_right_and_never_too_narrow_beyond_the_table(stats: Any, rounds: int) -> None:
     found = estimate([0.0] * (rounds - 1) + [1.0])
     assert found.high is not None
     assert found.standard_error is not None

@@ -52,7 +52,6 @@ def test_ctrl_c_ends_them() -> None:
         run("interrupted")
 
 
-@pytest.mark.parametrize("engine", ["virtual", "local"])
 @pytest.mark.parametrize(
     ("fault", "error", "words"),
     [
@@ -61,6 +60,7 @@ def test_ctrl_c_ends_them() -> None:
         ("overflow", NonFiniteError, r"block 0 has values that are not finite under cyclic"),
     ],
 )
+@pytest.mark.parametrize("engine", ["virtual", "local"])
 def test_faults_of_a_program_are_the_same_in_both(engine: str, fault: str, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         run(fault, engine)

@@ -15,7 +15,7 @@ from paceline.planner.calibration.rows import PublishedRow
 from tests.planner.published_rows import grid, row, timed
 
 SHAPE = "[model]\nlayers = 24\nhidden = 2048\nheads = 16\n[train]\nglobal_batch = 64"
-CLUSTER = "1x8 A100-80GB"
+CLUSTER = "1x4 A100-80GB"
 
 
 def write(folder: Path, rows: list[PublishedRow]) -> Path:

@@ -7,10 +7,16 @@ import pytest
 from paceline.clock.cluster_file import Links
 from paceline.planner.base import Arrangement
 from paceline.planner.cluster import Cluster, Described, Device, DeviceGroup
+from paceline.planner.cost import cost
+from paceline.planner.devices import LAUNCH_S, device
+from paceline.planner.explain import gains
 from paceline.planner.program.measured_workload import ELSEWHERE, MeasuredWorkload, cluster_of, elsewhere
 from paceline.planner.search.objective import Objectives
-from paceline.planner.search.search import search
+from paceline.planner.search.search import CostCache, search
 from tests.planner.profiles import PROFILE, uncut
+
+# Operations a second with which all but the update is computing, and with which all is launches.
+RATES = (1e6, 312e12)
 
 
 def workload(workers: int = 2) -> MeasuredWorkload:
@@ -93,3 +99,31 @@ def test_elsewhere_times_follow_the_devices_operations() -> None:
     assert there.layers(Arrangement(micro_batch=8))[3].forward_s == pytest.approx(1.5e-3 / 4)
     assert there.spread == ELSEWHERE
     assert "scaled by 0.25" in there.provenance["compute"]
+
+
+def test_elsewhere_no_operator_takes_less_than_its_launches() -> None:
+    """55.9 ns was predicted for a step on an A100, since a small model's operators are launches and little else."""
+    a100, launch_s = device("A100-80GB"), LAUNCH_S["cuda"]
+    cluster = Cluster(1, 1, a100, Described(Links(1e9, 1e9)))
+    there = elsewhere(PROFILE, cluster, 8)
+    layers = there.layers(Arrangement(micro_batch=8))
+    assert [each.forward_s for each in layers] == [launch_s] * 4
+    assert [each.backward_s for each in layers] == [2 * launch_s] * 3 + [launch_s], "the loss has no weights"
+    found = cost(there, cluster, Arrangement(micro_batch=8))
+    assert found.terms["compute"] == pytest.approx(11 * launch_s)
+    assert found.terms["optimizer"] == launch_s
+    # A second micro-batch: its operators once more, and its Δ added.
+    twice = cost(there, cluster, Arrangement(micro_batch=4, micro_batches=2))
+    assert (twice.terms["compute"], twice.terms["optimizer"]) == (pytest.approx(22 * launch_s), 2 * launch_s)
+
+
+def test_a_device_with_more_operations_launches_no_faster() -> None:
+    slow, fast = (Cluster(1, 1, replace(device("A100-80GB"), flops_per_s=f), Described(Links(1e9, 1e9))) for f in RATES)
+    for cluster, share in ((slow, pytest.approx(1 - 1 / 1.1, rel=1e-3)), (fast, 0.0)):
+        there = elsewhere(PROFILE, cluster, 8)
+        made = CostCache(there, cluster).plan(Arrangement(micro_batch=8))
+        assert max(gain.share for gain in gains(made, there, cluster) if gain.resource == "compute") == share
+
+
+def test_times_that_were_measured_here_have_no_floor() -> None:
+    assert cluster_of(PROFILE, 2).device.launch_s == workload(2).launch_s == 0.0

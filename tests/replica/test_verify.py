@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import InputError
-from paceline.replica.capture.verify import check
+from paceline.replica.capture.verify import ModelError, check, model_runs
 from paceline.replica.module_utils import tensors_of
 
 ULPS = 32
@@ -112,3 +112,36 @@ def test_a_buffer_that_the_model_leaves_has_no_scale_but_its_own() -> None:
 
     with pytest.raises(InputError, match=r"buffer 'norm\.table' differs"):
         checked(module, off, 4)
+
+
+class AtLeast(nn.Module):
+    """Takes so many rows or more; writes how many there were into a buffer."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.linear, self.rows = nn.Linear(4, 4).double(), rows
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert len(x) >= self.rows, f"{len(x)} rows"
+        self.seen += len(x)  # type: ignore[operator]
+        y: Tensor = self.linear(x)
+        return y
+
+
+@pytest.mark.parametrize("rows", [1, 3, 6])
+def test_what_the_model_does_may_be_computed_before_there_is_a_version(rows: int) -> None:
+    module, x = AtLeast(rows), inputs(4)
+    named, runs = functools.partial(tensors_of, module), model_runs(module, x, (2, 3))
+    assert module.seen == 0.0, "it is left as it was"
+    assert [len(run.inputs) for run in runs] == {1: [2, 3], 3: [3], 6: [6]}[rows]
+    check(module, module, named, x, runs=runs)
+    with torch.no_grad():
+        module.linear.weight[0, 0] += 1.0  # the version is another one than what has been run
+    with pytest.raises(InputError, match="output 0 differs"):
+        check(module, module, named, x, runs=runs)
+
+
+def test_a_model_that_takes_no_batch_is_named_before_any_version() -> None:
+    with pytest.raises(ModelError, match=r"AtLeast itself fails in training.*6 rows"):
+        model_runs(AtLeast(7), inputs(4), (2, 3))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from paceline.core.records import Record
-from paceline.report.figures import band
+from paceline.plots.curves import band
 from paceline.report.page import step_s, swimlanes
 from paceline.trace.spans import SERVER, Span
 from tests.report.plausible import ASYNCHRONOUS, SYNCHRONOUS, run
@@ -20,7 +20,7 @@ def history(*points: tuple[float, float | None], threshold: Sequence[int] = ()) 
 def test_rounds_scored_at_different_times_meet_on_all_of_them() -> None:
     found = band([history((0, 4.0), (2, 2.0), (4, 0.0)), history((0, 2.0), (4, 2.0))], "train_loss")
     assert found is not None
-    assert found.times_s.tolist() == [0, 2, 4]
+    assert found.x.tolist() == [0, 2, 4]
     assert found.mean.tolist() == [3, 2, 1]
     assert (found.low.tolist(), found.high.tolist()) == ([2, 2, 0], [4, 2, 2])
 
@@ -28,7 +28,7 @@ def test_rounds_scored_at_different_times_meet_on_all_of_them() -> None:
 def test_a_band_spans_what_all_rounds_share() -> None:
     found = band([history((0, 1.0), (3, 1.0), (9, 1.0)), history((1, 3.0), (5, 3.0))], "train_loss")
     assert found is not None
-    assert found.times_s.tolist() == [1, 3, 5]
+    assert found.x.tolist() == [1, 3, 5]
     assert found.mean.tolist() == [2, 2, 2]
 
 

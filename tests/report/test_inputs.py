@@ -6,7 +6,8 @@ import pytest
 
 from paceline.comparison import Comparison
 from paceline.core.errors import InputError
-from paceline.report.inputs import PALETTE, Source, sections
+from paceline.plots.curves import PALETTE
+from paceline.report.inputs import Source, sections
 from tests.report.plausible import ASYNCHRONOUS, SWITCHING, SYNCHRONOUS, comparison, run
 
 
@@ -43,6 +44,11 @@ def test_with_more_strategies_than_colours_lines_differ() -> None:
 
 def test_strategies_without_a_complete_run_are_left_out() -> None:
     (found,) = sections([Comparison({ASYNCHRONOUS: [], SWITCHING: [run()]}, ASYNCHRONOUS)])
+    assert ([g.strategy for g in found.groups], found.baseline) == ([SWITCHING], None)
+
+
+def test_one_strategy_is_compared_with_nothing() -> None:
+    (found,) = sections([Comparison({SWITCHING: [run()]}, SWITCHING)])
     assert ([g.strategy for g in found.groups], found.baseline) == ([SWITCHING], None)
 
 

@@ -75,18 +75,23 @@ def test_a_traced_comparison_shows_everything(tmp_path: Path) -> None:
     assert "least to the largest" in found.text
 
 
-def test_the_page_reaches_nothing_outside_itself(tmp_path: Path) -> None:
-    text = write(tmp_path, comparison(rounds=1))
-    found = Page(text)
+@pytest.fixture(scope="module")
+def of_one_round(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A page with all kinds of figures."""
+    return write(tmp_path_factory.mktemp("page"), comparison(rounds=1))
+
+
+def test_the_page_reaches_nothing_outside_itself(of_one_round: str) -> None:
+    found = Page(of_one_round)
     assert found.links == []
     assert not {"script", "link", "img", "iframe", "object"} & set(found.tags)
-    addresses = set(re.findall(r"https?://[^\"'\s<)]+", text))
+    addresses = set(re.findall(r"https?://[^\"'\s<)]+", of_one_round))
     assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
-    assert not re.search(r"@import|url\((?!#)", text)
+    assert not re.search(r"@import|url\((?!#)", of_one_round)
 
 
-def test_each_figure_is_well_formed(tmp_path: Path) -> None:
-    figures = re.findall(r"<svg.*?</svg>", write(tmp_path, comparison(rounds=1)), flags=re.DOTALL)
+def test_each_figure_is_well_formed(of_one_round: str) -> None:
+    figures = re.findall(r"<svg.*?</svg>", of_one_round, flags=re.DOTALL)
     assert len(figures) == 9
     for svg in figures:
         ElementTree.fromstring(svg)
@@ -118,8 +123,8 @@ def test_several_sources_are_several_sections(tmp_path: Path) -> None:
     assert "virtual time, s" in found.text
 
 
-def test_equal_sources_make_equal_pages(tmp_path: Path) -> None:
-    assert write(tmp_path, comparison(rounds=1)) == write(tmp_path, comparison(rounds=1))
+def test_equal_sources_make_equal_pages(of_one_round: str, tmp_path: Path) -> None:
+    assert write(tmp_path, comparison(rounds=1)) == of_one_round
 
 
 def test_what_users_wrote_is_escaped(tmp_path: Path) -> None:

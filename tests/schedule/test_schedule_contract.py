@@ -14,7 +14,7 @@ from paceline.core.registry import registered
 from paceline.schedule import Schedule, check, draw, in_flight, names, parse
 from tests.schedule.schedule_values import FLUSHING, STREAMING, TEXTS, cases
 
-CHECK = settings(max_examples=40, deadline=None, derandomize=True)
+CHECK = settings(max_examples=25, deadline=None, derandomize=True)
 HUGE = 10**15
 
 DRAWN = {"sequential": (3, 2), "interleaved": (2, 4), "pipedream-2bw": (2, 6)}

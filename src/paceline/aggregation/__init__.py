@@ -8,7 +8,20 @@ import pkgutil
 
 from paceline.aggregation.adaptive import Adaptive
 from paceline.aggregation.asynchronous import Asynchronous
-from paceline.aggregation.base import Aggregation, parse
+from paceline.aggregation.base import (
+    Aggregation,
+    Apply,
+    Arrival,
+    Buffer,
+    Cancel,
+    Decision,
+    Discard,
+    Portion,
+    Release,
+    combined,
+    parse,
+    released,
+)
 from paceline.aggregation.buffered import Buffered
 from paceline.aggregation.deadline import Deadline
 from paceline.aggregation.decoupled import Decoupled
@@ -25,6 +38,7 @@ from paceline.aggregation.stale_synchronous import StaleSynchronous
 from paceline.aggregation.synchronous import Synchronous
 from paceline.aggregation.thresholds import Curve, Exponential, Linear, PerLearningRate, Step, Threshold
 from paceline.aggregation.throughput import Throughput
+from paceline.core.delta import Accumulated, Change, Distance, Gradient, InPlace, Keep, Mix, Rebase, Replace
 from paceline.core.registry import register, registered
 from paceline.core.text_form import text_of
 
@@ -32,23 +46,40 @@ for _file in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_file.name}")
 
 __all__ = [
+    "Accumulated",
     "Adaptive",
     "Aggregation",
+    "Apply",
+    "Arrival",
     "Asynchronous",
+    "Buffer",
     "Buffered",
+    "Cancel",
+    "Change",
     "Curve",
     "Deadline",
+    "Decision",
     "Decoupled",
     "DelayCompensated",
+    "Discard",
+    "Distance",
     "ElasticAveraging",
     "Exponential",
+    "Gradient",
     "Hogwild",
+    "InPlace",
+    "Keep",
     "Linear",
     "LocalSteps",
     "LossDriven",
+    "Mix",
     "Outer",
     "PerLearningRate",
     "Plateau",
+    "Portion",
+    "Rebase",
+    "Release",
+    "Replace",
     "Robust",
     "Sandblaster",
     "SmoothSwitch",
@@ -57,8 +88,10 @@ __all__ = [
     "Synchronous",
     "Threshold",
     "Throughput",
+    "combined",
     "parse",
     "register",
     "registered",
+    "released",
     "text_of",
 ]

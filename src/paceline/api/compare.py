@@ -8,6 +8,7 @@ from typing import Any
 from paceline.api.train import check, opened, resolve_auto, train
 from paceline.comparison import Comparison, find_baseline, load_comparison, run_folder
 from paceline.core.errors import InputError, PacelineError
+from paceline.core.program_import import refuse_while_importing
 from paceline.core.safe_files import check_out
 from paceline.engine.base import Engine
 from paceline.engine.run_context import is_main
@@ -57,6 +58,7 @@ def compare(
         PacelineError: two strategies of a round did not start from the same A_0.
         KeyboardInterrupt: Ctrl-C before any run was complete.
     """
+    refuse_while_importing("compare")
     if budget.get("checkpoint") is not None:
         raise InputError(
             "checkpoint= is the folder of one run, but compare makes several; write out= to have each saved when it is "

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from paceline.core.conditions import Condition
 from paceline.core.errors import InputError, PacelineError
 from paceline.core.records import Record
 from paceline.core.text_form import text_of
 from paceline.core.types import Seconds
-from paceline.engine.base import Condition
 from paceline.parameter_scheduling.schedulers import Scheduler, coerce
 from paceline.shared_runs import Slice
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from paceline.clock.times import Delay
 from paceline.core.errors import InputError, check_choice
+from paceline.core.formatting import bytes_text, seconds_text
+from paceline.metrics.short_forms import html_table
 from paceline.planner.answer import alternatives
 from paceline.planner.base import OverlapModel, Plan, Workload
 from paceline.planner.cluster import Cluster
@@ -26,9 +28,9 @@ if TYPE_CHECKING:
 SHOWN = 5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plans(Sequence[Plan]):
-    """Plans, the best first.
+    """Plans, the best first; at a prompt the best that differ, in a notebook a table of them.
 
     Args:
         name: name of the program or shape.
@@ -75,13 +77,29 @@ class Plans(Sequence[Plan]):
     def text(self) -> str:
         """Return the best plans that differ, one per line, each with the reason why the best is preferred to it."""
         lines = []
-        shown = alternatives(self.plans, self.workload, self.objectives, SHOWN)[0]
-        for plan in explained(shown, self.objectives):
-            step = f"{plan.cost.step_s * 1e3:.3g} ms ({plan.low_s * 1e3:.3g} to {plan.high_s * 1e3:.3g})"
-            memory = f"{plan.cost.peak.total / 2**20:,.0f} MiB"
+        for plan in self._shown():
             reason = f"; {plan.why_not}" if plan.why_not else ""
-            lines.append(f"{plan.strategy}: {step}, {plan.samples_per_s:,.0f} samples/s, {memory} at the most{reason}")
+            lines.append(f"{plan.strategy}: {plan.figures()}{reason}")
         return "\n".join([*(lines or ["nothing fits"]), *map(str, self.verified)])
+
+    def _shown(self) -> Sequence[Plan]:
+        differing = alternatives(self.plans, self.workload, self.objectives, SHOWN)[0]
+        return explained(differing, self.objectives)
+
+    def _head(self) -> str:
+        place = self.cluster.name or self.cluster.device.name
+        return f"{self.name} on {place}, objective {self.objectives.objective}: {len(self.plans)} plans"
+
+    def __repr__(self) -> str:
+        return "\n".join([f"<Plans {self._head()}", *(f"  {line}" for line in self.text().splitlines())]) + ">"
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for plan in self._shown():
+            step, low, high = map(seconds_text, (plan.cost.step_s, plan.low_s, plan.high_s))
+            rate, memory = f"{plan.samples_per_s:,.0f}", bytes_text(plan.cost.peak.total)
+            rows.append((str(plan.strategy), step, f"{low} to {high}", rate, memory, plan.why_not))
+        return html_table(self._head(), rows, titles=("strategy", "step", "nine of ten", "samples/s", "memory", ""))
 
 
 def plan(
@@ -224,7 +242,8 @@ def _plan_program(
     from paceline.progress import measuring
 
     name, most = program.name, None if cluster else objectives.workers
-    with measuring(progress, f"{name}: planning") as report:
+    line = f"{name}: planning measures its operators and short runs on this host, for a minute at most"
+    with measuring(progress, f"{name}: planning", line=line) as report:
         profile = _profile(program, most or cores(), path, report)
         if cluster is None:
             result = plans_here(program, objectives, profile, report)

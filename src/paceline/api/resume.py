@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.api.train import train_with
-from paceline.checkpoint.reader import find
+from paceline.checkpoint.reader import find, nothing_in
 from paceline.core.errors import InputError
 from paceline.engine.base import Engine
 from paceline.program import Program
@@ -50,7 +50,7 @@ def resume(
     path = Path(folder)
     found, damaged = find(path)
     if found is None:
-        raise InputError(f"{path} has no sound checkpoint; write the folder that checkpoint= named")
+        raise nothing_in(path)
     head = found.manifest.head
     if strategy is None:
         strategy = _text(found.folder, head, "strategy")
@@ -59,6 +59,11 @@ def resume(
         except InputError as error:
             raise InputError(f"the strategy of {found.folder} can't be read: {error}") from error
     engine = _text(found.folder, head, "engine") if engine is None else engine
+    if engine == "serving":
+        raise InputError(
+            f"{found.folder} is of a server that processes joined; write paceline.serve(…, checkpoint={str(folder)!r}, "
+            "resume=True), or engine='local' to go on with replicas of this host"
+        )
     defaults: dict[str, Any] = {}
     if all(settings.get(unit) is None for unit in _BUDGET):
         defaults |= _values(head.get("budget"), (*_BUDGET, "evaluate_every"))

@@ -47,6 +47,7 @@ LOSSES = ("train_loss", "test_loss")
 
 # Arguments of train that can't be of a slice, and what to write instead.
 _REFUSED = {
+    "callbacks": "they would start and end with each slice; write train(…, callbacks=…) for one job",
     "epochs": "jobs have budgets in steps; write steps= for each job, or seconds= for all of them together",
     "trace": "spans would be those of a job's last slice alone; write train(…, trace=True) for one job",
 }

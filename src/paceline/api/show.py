@@ -10,7 +10,8 @@ from paceline.engine.run_context import first_batch, own_settings, set_threads_a
 from paceline.program import Program
 from paceline.replica import hybrid
 from paceline.replica.hybrid import StagedSharding, StageTable
-from paceline.replica.pipeline.prepare import cut_table, first_rows, prepare_cut
+from paceline.replica.pipeline.cut_table import cut_table
+from paceline.replica.pipeline.prepare import first_rows, prepare_cut
 from paceline.replica.tensor.prepare import plan_program
 from paceline.replica.tensor.sharding_report import ShardingReport, sharding_report
 from paceline.strategy import Strategy

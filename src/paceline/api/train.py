@@ -2,22 +2,27 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from paceline.callbacks.base import Callback, RunHandle
+from paceline.callbacks.dispatch import Callbacks
+from paceline.callbacks.out_files import OutFiles
 from paceline.clock.times import Delay, Times
-from paceline.core.errors import InputError, unknown
+from paceline.core.errors import InputError, drop_engines_frames, unknown
+from paceline.core.program_import import refuse_while_importing
 from paceline.core.safe_files import check_out
 from paceline.core.types import Seconds
 from paceline.engine import ENGINES
-from paceline.engine.base import Engine, OnDeath, OnNonFinite
+from paceline.engine.base import Engine, Job, OnDeath, OnNonFinite, Outcome, Progress, Watcher
 from paceline.engine.run_context import is_main
 from paceline.metrics.summary import summarize
-from paceline.program import Program
-from paceline.progress import measuring, watcher
+from paceline.program import Program, no_data
+from paceline.progress import interrupted, measuring, watcher
+from paceline.replica.step_options import without_options
 from paceline.run import Run, require_package
 from paceline.strategy import AUTO, Strategy, is_auto
 from paceline.train_options import TrainOptions, job_of
@@ -75,6 +80,7 @@ def train(
     keep: int = 3,
     resume: bool | str | os.PathLike[str] = False,
     accept_changes: bool = False,
+    callbacks: Sequence[Callback] = (),
 ) -> Run:
     """Train a program under a strategy.
 
@@ -106,8 +112,9 @@ def train(
         suspect_after_s: silence in seconds after which a replica that computes, and usually takes much less for a step,
             is named; if ``on_death`` is ``continue`` or ``replace``, it is killed, and so dead. Engines ``local`` and
             ``ray``; on ``distributed`` the others go on without it, if they are more than half.
-        timeout_s: bound in seconds on start-up and on every wait for a worker that should answer at once.
-        tensorboard: also write TensorBoard events to ``out``.
+        timeout_s: bound in seconds on start-up and on every wait for a worker that should answer at once; also on the
+            capture of a model that is divided, which has 60 s at least.
+        tensorboard: also write TensorBoard events to ``out``, while the run lasts.
         loop: the user's own loop, called with a worker on every replica; see :func:`launch`.
         noise_scale: estimate from the gradients up to which batch size samples are worth their cost: records, summary
             and display then have the noise scale in samples, the statistical efficiency and the goodput; see
@@ -119,9 +126,12 @@ def train(
             is none, begin. Or another folder of checkpoints, or one of them, to go on from. Budgets are totals: what
             was spent before counts.
         accept_changes: go on though the checkpoint is of another program, with this one's own options.
+        callbacks: what is done at each record, departure and checkpoint, and may end training:
+            ``[paceline.callbacks.EarlyStopping()]``; see docs/callbacks.md.
 
     Returns:
-        The run; after Ctrl-C or SIGTERM the part up to then, with ``summary["interrupted"]`` true. If ``out`` can't be
+        The run; after Ctrl-C or SIGTERM the part up to then, with ``summary["interrupted"]`` true; where a callback has
+        ended training, ``summary["stopped"]`` has its reason. If ``out`` can't be
         written at the end (the disk is full, say), ``summary["not_saved"]`` says why, and :meth:`Run.save` can still
         save it.
 
@@ -129,10 +139,12 @@ def train(
         InputError: something can't be done as written; nothing was started.
         NonFiniteError: a Δ was not finite, under ``on_nonfinite="stop"``.
         WorkerError: the model, the loss, the data or the loop failed in a worker.
+        CallbackError: a callback failed.
     """
     options = TrainOptions(
         steps, epochs, seconds, until, evaluate_every, delay, times, trace, on_nonfinite, on_death,
         suspect_after_s, timeout_s, loop, noise_scale, checkpoint, checkpoint_every, keep, resume, accept_changes,
+        callbacks,
     )  # fmt: skip
     return train_with(program, strategy, engine, options, progress=progress, out=out, tensorboard=tensorboard)
 
@@ -148,32 +160,65 @@ def train_with(
     tensorboard: bool = False,
 ) -> Run:
     """Train as :func:`train` does, all of whose other arguments are ``options``."""
-    # Refused now rather than after hours of training.
-    folder = check_out(out) if out is not None else None
+    refuse_while_importing("train" if options.loop is None else "launch")
+    # Refused now rather than after hours of training; under torchrun by the rank that writes there, and may have begun.
+    writes = is_main(engine if isinstance(engine, str) else engine.name)
+    folder = None if out is None else check_out(out) if writes else Path(out).absolute()
     if tensorboard:
         if folder is None:
             raise InputError("tensorboard=True writes next to the saved run; write out='runs/a' too")
         require_package("tensorboard", "tensorboard=True")
     with opened(engine) as engine:
         strategy = resolve_auto(program, strategy, engine, options, progress)
-        job = replace(job_of(program, strategy, engine, options), out=folder)
-        shown, start = is_main(engine.name), "compiling" if job.strategy.compile else "starting"
-        with watcher(progress if shown else False, f"{program.name}: {job.strategy}", start) as watch:
-            outcome = engine.run(job, watch)
+        job = replace(job_of(program, strategy, engine, options, engine.warming_up), out=folder)
+        if tensorboard:  # asked for to be looked at while the run lasts
+            job = replace(job, callbacks=True)
+        files = OutFiles(folder, tensorboard)
+        before = list(job.resume.run.history.records) if job.resume is not None else []
+        handle = RunHandle(program.name, str(Strategy.coerce(strategy)), engine.name, folder, before)
+        callbacks = Callbacks([*files.callbacks, *options.callbacks], handle, lambda: is_main(engine.name))
+        outcome = _outcome(engine, job, callbacks, files, progress)
     host = engine.name != "virtual"  # times and memory of this process say nothing about simulated workers
     shards = job.strategy.tensor_parallel
     summary = summarize(outcome.account, outcome.history, host=host, spans=outcome.spans, shards=shards)
     strategy, state, history = Strategy.coerce(strategy), dict(outcome.state), list(outcome.history)
     left, spans = list(outcome.account.left), list(outcome.spans)
-    run = Run(program.name, strategy, engine.name, state, summary, history, left, spans, outcome.model)
+    run = Run(program.name, strategy, engine.name, state, summary, history, left, spans, without_options(outcome.model))
     # Under torchrun every rank has the run; one of them saves it.
     if folder is not None and is_main(engine.name):
+        callbacks.end(run, files.callbacks)
         try:
-            run.save(folder, tensorboard=tensorboard)
+            run.save(folder, files=files.remove())
         except InputError as error:  # the disk is full, say: what was trained must not be lost
             run.summary["not_saved"] = str(error)
             print(f"paceline: not saved: {error}; the returned run has it all, save it elsewhere", file=sys.stderr)
+    callbacks.end(run)
     return run
+
+
+def _outcome(engine: Engine, job: Job, callbacks: Callbacks, files: OutFiles, progress: bool | None) -> Outcome:
+    """Run a job, with a display, files and callbacks in this process."""
+    shown, start = is_main(engine.name), "compiling" if job.strategy.compile else "starting"
+    with watcher(progress if shown else False, f"{job.program.name}: {job.strategy}", start) as display:
+
+        def show(newest: Progress) -> None:
+            display(newest)
+            callbacks.progress(newest)
+            files.progress(newest)
+
+        def heard(first: str) -> None:
+            if shown and progress is not False:
+                print(interrupted(first, job.checkpoint.folder if job.checkpoint else None), file=sys.stderr)
+
+        try:
+            callbacks.start()
+            return engine.run(job, Watcher(show, callbacks.take, callbacks.stopped, heard))
+        except BaseException as error:
+            callbacks.end(None)
+            if shown:
+                files.remove()
+            drop_engines_frames(error)
+            raise
 
 
 def launch(
@@ -185,7 +230,8 @@ def launch(
         loop: called with a :class:`~paceline.engine.worker.Worker`; may be a lambda or a notebook's function.
         program: model, loss, optimizer and data.
         strategy: how training is split and paced, a value or its text.
-        settings: keyword arguments of :func:`train`; without a budget each replica makes one pass (``epochs=1``).
+        settings: keyword arguments of :func:`train`; without a budget each replica makes one pass (``epochs=1``), or,
+            of a program without data, goes on until its loop returns.
 
     Returns:
         The run, as :func:`train` returns it.
@@ -199,7 +245,8 @@ def launch(
         raise InputError(
             f"loop={loop!r} can't be called; write launch(loop, program, strategy) with def loop(worker): …"
         )
-    if all(settings.get(unit) is None for unit in ("steps", "epochs", "seconds", "until")):
+    budget = any(settings.get(unit) is not None for unit in ("steps", "epochs", "seconds", "until"))
+    if not budget and program.train is not no_data:
         settings["epochs"] = 1
     return train(program, strategy, loop=loop, **settings)
 
@@ -219,7 +266,8 @@ def resolve_auto(
 
     refuse(strategy, engine.name)
     job_of(program, "replicas=1", engine, options)
-    with measuring(progress, f"{program.name}: planning") as report:
+    line = f"{program.name}: {AUTO} measures its operators and short runs on this host, for a minute at most"
+    with measuring(progress, f"{program.name}: planning", line=line) as report:
         chosen = choose(program, report)
     print(chosen.why, file=sys.stderr)
     if chosen.plan is not None:

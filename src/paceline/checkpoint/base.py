@@ -21,8 +21,10 @@ from paceline.core.errors import InputError
 OPTIMIZER = "optimizer/"
 # Names of what a lossy compression keeps begin so.
 COMPRESSION = "compression/"
+# Of what own loops' optimizers say, as a running buffer of A; a run without a loop saves none.
+STEP_OPTIONS = "loop/step_options"
 # Names that no parameter may begin with: also of Δs that are held, versions that attempts read, what replicas keep.
-RESERVED = (OPTIMIZER, COMPRESSION, "delta/", "read/", "replica/")
+RESERVED = (OPTIMIZER, COMPRESSION, "delta/", "read/", "replica/", "loop/")
 
 
 _DTYPES = {getattr(torch, name): name for name in DTYPES}
@@ -80,7 +82,7 @@ def check_saveable(state: Mapping[str, Tensor]) -> None:
         InputError: a name begins like those of an optimizer's state, say, or a dtype can't be written.
     """
     for name, tensor in state.items():
-        prefix = next(filter(name.startswith, RESERVED), None)
+        prefix = next(filter(name.startswith, RESERVED), None) if name != STEP_OPTIONS else None
         if prefix is not None:
             raise InputError(
                 f"a parameter or buffer is called {name}, but checkpoints have other tensors by names that begin with "

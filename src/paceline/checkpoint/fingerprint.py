@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import IterableDataset
 
 from paceline.checkpoint.code_digest import PYTHON, call_text, code_digest, digest_of, value_text
-from paceline.program import BatchSource, Data, Program, as_tensors, is_source, leaves, length
+from paceline.program import Program, as_tensors, is_source, leaves, length
 
 # Samples that are read of a data set, and rows of one that is in tensors.
 ITEMS, ROWS = 4, 64
@@ -49,6 +50,8 @@ def fingerprint(program: Program, module: nn.Module) -> dict[str, str]:
         "loss": call_text(program.loss),
         _code_of("loss"): code_digest(program.loss),
         "training set": _data(program.train),
+        "order of the data": "as it is" if program.shuffle is False else "shuffled",
+        "last batch": "dropped" if program.drop_last else "kept",
     }
 
 
@@ -159,10 +162,12 @@ def _scheduler_texts(value: Any) -> Iterator[str]:
         yield value_text(value)
 
 
-def _data(data: Data | BatchSource) -> str:
+def _data(data: Any) -> str:
+    if isinstance(data, IterableDataset):
+        return f"{type(data).__qualname__} (digest {digest_of([code_digest(type(data)), value_text(vars(data))])})"
     if is_source(data):
         return f"{call_text(data)} (digest {code_digest(data)})"
-    samples = length(data)  # type: ignore[arg-type]  # a TypeGuard says nothing where it is false
+    samples = length(data)
     return f"{samples:,} samples ({_sampled(data, samples)})"
 
 

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from paceline.checkpoint.base import TensorChunk, dtype_name
+from paceline.checkpoint.base import STEP_OPTIONS, TensorChunk, dtype_name
 from paceline.checkpoint.manifest import DTYPES, MANIFEST, ChunkEntry, Manifest, checkpoint_folders
 from paceline.core.errors import InputError, PacelineError
 from paceline.core.safe_files import check_safetensors, reading
@@ -121,6 +121,8 @@ class Checkpoint:
         if chunk.tensor.numel() == 0:
             return []
         info = self.manifest.tensors.get(chunk.name)
+        if info is None and chunk.name == STEP_OPTIONS:  # of a run whose steps no loop made: it stays as it is
+            return []
         if info is None:
             raise self._absent(chunk.name)
         dtype = dtype_name(chunk.name, chunk.tensor)
@@ -218,6 +220,13 @@ def find(path: Path) -> tuple[Checkpoint | None, list[str]]:
     """
     path = path.absolute()
     return (_verified(path), []) if path in checkpoint_folders(path.parent) else newest(path)
+
+
+def nothing_in(folder: Path) -> InputError:
+    """Return the error for a folder, of which a run is to go on, without a sound checkpoint."""
+    if not folder.exists():
+        return InputError(f"there is no folder {folder.absolute()}; write the folder that checkpoint= named")
+    return InputError(f"{folder} has no sound checkpoint; write the folder that checkpoint= named")
 
 
 def newest(directory: Path) -> tuple[Checkpoint | None, list[str]]:

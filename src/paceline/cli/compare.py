@@ -24,11 +24,13 @@ def compare(
 ) -> None:
     """Train PROGRAM under several strategies, from the same start and under the same budget."""
     with session(json_output=json):
+        shared.refuse([*strategy, *([baseline] if baseline else [])], [program])
         from paceline.api.compare import compare
         from paceline.engine.run_context import is_main
-        from paceline.report import write_report
 
         reporting = is_main(shared.engine)
+        if shared.out is not None:  # before anything is trained: it needs an extra
+            from paceline.report import write_report
         comparison = compare(shared.program(program), strategy, rounds=rounds, baseline=baseline, **shared.keywords())
         if shared.out is not None and reporting:
             write_report([shared.out], shared.out / "report.html")

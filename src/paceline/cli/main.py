@@ -5,13 +5,12 @@ from typing import Annotated
 import typer
 
 from paceline import __version__
-from paceline.cli import checkpoints, compare, plan, predict, report, scale, share, trace, train
+from paceline.cli import checkpoints, compare, plan, predict, report, scale, serve, share, trace, train, watch
 
 app = typer.Typer(
     name="paceline",
     help="Train PyTorch models in parallel, any way they can be split, at any pace.",
     no_args_is_help=True,
-    add_completion=False,
     # Typer's own tracebacks print local variables: whole tensors.
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -23,8 +22,10 @@ for command in (
     plan.plan,
     predict.predict,
     scale.scale,
+    serve.serve,
     trace.trace,
     report.report,
+    watch.watch,
 ):
     app.command()(command)
 app.add_typer(checkpoints.app, name="checkpoints")

@@ -2,12 +2,15 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec
 
 from typer import Argument, Option
+
+from paceline.core.conditions import Condition
+from paceline.strategy import Strategy, is_auto
 
 if TYPE_CHECKING:
     from paceline.program import Program
@@ -89,6 +92,18 @@ class Shared:
         ),
     ] = None
 
+    def refuse(self, strategies: Iterable[str], programs: Iterable[str]) -> None:
+        """Raise InputError for words that no program and no engine could make sense of; it imports no torch.
+
+        Args:
+            strategies: texts of strategies, or ``auto``.
+            programs: as named on the command line: a program's own file may register policies.
+        """
+        refuse_strategies(strategies, programs)
+        if self.until is not None:
+            form = '--until "{}"'
+            Condition.parse(self.until, form=form).refuse_unknown(form=form)
+
     def program(self, name: str) -> "Program":
         """Load the program called ``name``, with the data, seed and batch size of the options."""
         from paceline.datasets import load_program
@@ -103,15 +118,39 @@ class Shared:
         return values
 
 
+def refuse_strategies(strategies: Iterable[str], programs: Iterable[str]) -> None:
+    """Raise InputError for a strategy that is none, before torch is imported: that takes seconds.
+
+    Args:
+        strategies: texts of strategies, or ``auto``.
+        programs: as named on the command line: a program's own file may register policies.
+    """
+    own_policies = any(":" in program for program in programs)
+    for text in strategies:
+        if is_auto(text):
+            continue
+        words = text.split()
+        known = [word for word in words if not (own_policies and word.startswith("aggregation="))]
+        Strategy.parse(" ".join(known))
+
+
 _PROGRAM_OPTIONS = ("data", "batch_size", "seed")
 
 
-def with_shared(command: Callable[Concatenate[Shared, P], None]) -> Callable[..., None]:
-    """Return a command that takes a :class:`Shared` first as a function of single options, as Typer needs it."""
+def with_shared(
+    command: Callable[Concatenate[Shared, P], None], leave_out: Collection[str] = ()
+) -> Callable[..., None]:
+    """Return a command that takes a :class:`Shared` first as a function of single options, as Typer needs it.
+
+    Args:
+        command: the command.
+        leave_out: options that it does not have, which keep their defaults.
+    """
     own = list(inspect.signature(command).parameters.values())[1:]
     common = [
         inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
         for f in fields(Shared)
+        if f.name not in leave_out
     ]
 
     @functools.wraps(command)

@@ -179,6 +179,8 @@ def print_answer(report: "PlanReport", program: str, verified: Iterable[object] 
 
     best, curve = report.plans[0], report.curve
     lines = [f"first bottleneck   {report.gains[0]}"] if report.gains else []
+    if report.gains and report.gains[0].seconds <= 0:  # all but launches takes no time
+        lines = ["first bottleneck   launches of kernels, which more of no resource shortens"]
     lines += [f"then               {gain}" for gain in report.gains[1:3] if gain.seconds > 0]
     lines.append("workers            " + ", ".join(f"{p.workers:,}: {p.samples_per_s:,.4g}" for p in curve.points))
     knee = "none: twice as many gave at least half as much again" if curve.knee is None else f"{curve.knee:,} workers"

@@ -6,7 +6,7 @@ from typing import Annotated
 from typer import Option, echo
 
 from paceline.cli.console import print_json, session, write_target
-from paceline.cli.options import Json, ProgramName
+from paceline.cli.options import Json, ProgramName, refuse_strategies
 
 
 def predict(
@@ -21,6 +21,7 @@ def predict(
 ) -> None:
     """Write the output of PROGRAM's model, in evaluation mode, computed by the workers of one replica."""
     with session(json_output=json):
+        refuse_strategies([strategy], [program])
         import torch
 
         from paceline.api.predictor import predict, read_inputs

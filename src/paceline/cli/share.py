@@ -8,6 +8,7 @@ from typer import Argument, Option, echo
 from paceline.cli.console import end, print_json, session
 from paceline.cli.options import Json, Shared, with_shared
 from paceline.cli.train import default_strategy
+from paceline.core.errors import InputError
 
 
 @with_shared
@@ -37,12 +38,12 @@ def share(
     --seconds is the budget of all together, --steps that of each; one leaves when it meets --until.
     """
     with session(json_output=json):
-        from paceline.api.share_workers import share_workers
-        from paceline.core.errors import InputError
-
         twice = [name for name in programs if programs.count(name) > 1]
         if twice:
             raise InputError(f"{twice[0]} is given twice; write it once, or two programs of a file, file.py:name")
+        shared.refuse([strategy] if strategy else [], programs)
+        from paceline.api.share_workers import share_workers
+
         jobs = {name: shared.program(name) for name in programs}
         result = share_workers(
             jobs,

@@ -18,7 +18,7 @@ from paceline.metrics.efficiency import verdict
 if TYPE_CHECKING:
     from paceline.run import Run
 
-_checkpoints = functools.partial(Option, rich_help_panel="Checkpoints")
+checkpoint_option = functools.partial(Option, rich_help_panel="Checkpoints")
 
 ROWS = (
     ("test accuracy", "test_accuracy", "{:.2%}"),
@@ -87,21 +87,21 @@ def train(
     ] = False,
     hosts: Annotated[int | None, Option(help="With --show-mesh: over how many hosts the workers are spread.")] = None,
     checkpoint: Annotated[
-        Path | None, _checkpoints(help="Folder to save the run in while it lasts, and once at its end.")
+        Path | None, checkpoint_option(help="Folder to save the run in while it lasts, and once at its end.")
     ] = None,
     checkpoint_every: Annotated[
-        str | None, _checkpoints(help='"5min", "90 s" or "500 steps" of each replica.', show_default="5min")
+        str | None, checkpoint_option(help='"5min", "90 s" or "500 steps" of each replica.', show_default="5min")
     ] = None,
-    keep: Annotated[int, _checkpoints(help="How many checkpoints are kept.")] = 3,
+    keep: Annotated[int, checkpoint_option(help="How many checkpoints are kept.")] = 3,
     resume: Annotated[
         bool,
-        _checkpoints("--resume", help="Go on from the newest sound checkpoint; where there is none, begin."),
+        checkpoint_option("--resume", help="Go on from the newest sound checkpoint; where there is none, begin."),
     ] = False,
     accept_changes: Annotated[
-        bool, _checkpoints("--accept-changes", help="Go on though the checkpoint is of another program.")
+        bool, checkpoint_option("--accept-changes", help="Go on though the checkpoint is of another program.")
     ] = False,
     preemptible: Annotated[
-        bool, _checkpoints("--preemptible", help="After SIGTERM exit with 0, if all is saved, instead of 143.")
+        bool, checkpoint_option("--preemptible", help="After SIGTERM exit with 0, if all is saved, instead of 143.")
     ] = False,
     json: Json = False,
 ) -> None:
@@ -114,14 +114,15 @@ def train(
             raise InputError(f"{' and '.join(options)} each print something else; write one of them")
         if hosts is not None and not show_mesh:
             raise InputError(f"--hosts {hosts} is for a drawing; write --show-mesh too, or leave it out")
+        shared.refuse([strategy], [program])
         if options:
             text, values = _show(options[0], shared, program, strategy, hosts)
         else:
+            if preemptible and checkpoint is None:
+                raise InputError("--preemptible is for runs that are saved; write --checkpoint DIR too")
             from paceline.api.train import train
             from paceline.engine.run_context import is_main
 
-            if preemptible and checkpoint is None:
-                raise InputError("--preemptible is for runs that are saved; write --checkpoint DIR too")
             saving: dict[str, Any] = {"checkpoint": checkpoint, "checkpoint_every": checkpoint_every, "keep": keep}
             saving |= {"resume": resume, "accept_changes": accept_changes}
             run = train(shared.program(program), strategy, **shared.keywords(), **saving)

@@ -40,6 +40,19 @@ class ProcessHandle:
     pidfd: int
 
 
+@dataclass(frozen=True, slots=True)
+class ImportReport:
+    """How imports went.
+
+    Args:
+        failed: module -> its error.
+        threads: those that do not end before a fork: children may then wait for ever for what one of them has locked.
+    """
+
+    failed: Mapping[str, str]
+    threads: int
+
+
 class ForkServer:
     """A fork server and the processes that it has forked.
 
@@ -52,6 +65,9 @@ class ForkServer:
         self._children: dict[int, ProcessHandle] = {}
         self._lock = threading.Lock()
         self._requests, self._ready = 0, False
+        self._importing: int | None = None
+        self._import_answer: dict[str, Any] | None = None
+        """The answer to it, where it came before the one to a later request."""
         self.close = weakref.finalize(self, _close, os.getpid(), process, link, self._children)
         """Kill the children that still run, end the fork server, and wait until all have ended; idempotent."""
 
@@ -89,6 +105,11 @@ class ForkServer:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    @property
+    def importing(self) -> bool:
+        """Whether nobody has waited yet for all that it was asked to import."""
+        return self._importing is not None or not self._ready
+
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until the fork server has imported what it should.
 
@@ -99,6 +120,32 @@ class ForkServer:
             if not self._ready:
                 self._expect(0, timeout_s)
                 self._ready = True
+
+    def begin_import(self, modules: Sequence[str]) -> None:
+        """Have more modules imported; return at once.
+
+        Args:
+            modules: full names. What fails or starts threads is reported by :meth:`imported`.
+        """
+        with self._lock, contextlib.suppress(OSError):  # imported() reports that it has ended
+            self._requests += 1
+            self._importing, self._import_answer = self._requests, None
+            request = {"id": self._requests, "do": "import", "modules": list(modules)}
+            self._link.send(json.dumps(request).encode())
+
+    def imported(self, timeout_s: float = START_TIMEOUT_S) -> "ImportReport | None":
+        """Wait until the modules are imported and report on it; None: there was nothing to import.
+
+        Raises:
+            PacelineError: the fork server has ended by that, or was not done in time.
+        """
+        self.wait_ready(timeout_s)
+        if self._importing is None:
+            return None
+        with self._lock:
+            answer = self._import_answer or self._expect(self._importing, timeout_s)[0]
+            self._importing = None
+        return ImportReport(answer["failed"], answer["threads"])
 
     def spawn(self, entry: str, args: Mapping[str, Any], fds: Sequence[int] = ()) -> ProcessHandle:
         """Fork a child that calls ``entry(args, fds)`` and ends with it: exit code 0, or 1 and a traceback on stderr.
@@ -173,6 +220,8 @@ class ForkServer:
             if not message:
                 raise self._gone("it closed its socket")
             answer = json.loads(message)
+            if answer["id"] == self._importing != number:
+                self._import_answer = answer
             if answer["id"] == number:
                 if "error" in answer:
                     raise PacelineError(f"the fork server failed:\n{answer['error']}")

@@ -1,6 +1,7 @@
 """Objects between processes of one host: pickled once (pickle protocol 5), their arrays out of band in shared memory.
 
 cloudpickle takes what pickle can't: lambdas, closures, functions and classes of ``__main__`` and of notebook cells.
+Their code keeps the name of its file, which tracebacks show with its lines; of a cell, the lines go with it.
 Tensor storages and contiguous numpy arrays of 64 KiB and more are left out of the pickle and stored after it. So an
 object is a list of parts, :func:`parts_of` and :func:`object_of`; in shared memory they are::
 
@@ -20,6 +21,7 @@ object is a list of parts, :func:`parts_of` and :func:`object_of`; in shared mem
 
 import contextlib
 import io
+import linecache
 import mmap
 import os
 import pickle
@@ -28,6 +30,7 @@ import struct
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import accumulate
+from types import CodeType
 from typing import Any
 
 import cloudpickle
@@ -136,6 +139,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
+        if kind is CodeType:
+            return _code, (*self.dispatch_table[CodeType](obj), *_file_of(obj))
         if kind is TypedStorage and obj._untyped_storage.device.type == "cpu":  # .untyped() would warn
             return _typed_storage, (self._same(obj._untyped_storage), obj.dtype)
         if kind is UntypedStorage and obj.device.type == "cpu":
@@ -177,6 +182,19 @@ class _NamingUnpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: str) -> Any:
         return self._known[pid]
+
+
+def _file_of(code: CodeType) -> tuple[str, list[str]]:
+    """Return the file of some code, and its lines where they are in this process alone, as those of a notebook are."""
+    name = code.co_filename
+    return (os.path.abspath(name), []) if os.path.exists(name) else (name, linecache.getlines(name))
+
+
+def _code(kind: type[CodeType], args: tuple[Any, ...], file: str, lines: list[str]) -> CodeType:
+    """Rebuild code as of its file, whose name cloudpickle 3.1 leaves out."""
+    if lines:
+        linecache.cache.setdefault(file, (sum(map(len, lines)), None, lines, file))
+    return kind(*args).replace(co_filename=file)
 
 
 def _offsets(parts: Sequence[Sized]) -> list[int]:

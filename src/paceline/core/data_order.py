@@ -1,12 +1,15 @@
 """The order of the data: which samples are the k-th batch of replica r.
 
-It depends on the five fields of :class:`DataOrder` alone, never on which replica is fast, so every aggregation and
-engine reads the same stream. Below, N samples, P replicas, batch size b::
+It depends on the fields of :class:`DataOrder` alone, never on which replica is fast, so every aggregation and engine
+reads the same stream. Below, N samples, P replicas, batch size b::
 
     global     epoch e:  one permutation of N, cut into rounds of P·b; chunk k·P + r goes to replica r
                          |r0|r1|r2|r0|r1|r2| ... |r0 r1 r2|   last round: what remains, in P pieces as equal as possible
     disjoint   once:     one permutation of N, cut into P subsets as equal as possible; each replica keeps its own
                epoch e:  each replica shuffles its subset and cuts it into chunks of b; the last may be smaller
+
+Without ``shuffle`` each permutation is the order of the data set. With ``drop_last`` an epoch ends before a last round,
+or chunk, that is not full.
 
 A run that goes on with another P or b first takes what its begun epochs have left, in their order, cut as a global
 epoch is; then whole epochs follow. So each sample of an epoch is taken exactly once, whatever P and b were before.
@@ -74,8 +77,11 @@ _MOST_INDICES = 2**24
 _KEPT_EPOCHS = 4
 
 
-def _permutation(*key: int) -> Callable[[int | Indices], Indices]:
-    return np.random.default_rng([*key]).permutation
+def _permutation(order: "DataOrder", *key: int) -> Callable[[int | Indices], Indices]:
+    """Return a function that permutes 0 .. n - 1, or given indices; the order as it is, if nothing is shuffled."""
+    if not order.shuffle:
+        return lambda data: np.arange(data) if isinstance(data, int) else data
+    return np.random.default_rng([order.seed, _TAG, *key]).permutation
 
 
 def _pieces(length: int, pieces: int, piece: int) -> tuple[int, int]:
@@ -98,6 +104,7 @@ class _Global:
         self._order, self._left = order, left
         self._samples = order.samples if left is None else len(left)
         self._full_rounds, self._rest = divmod(self._samples, order.batch_size * order.replicas)
+        self._rest = 0 if order.drop_last else self._rest
         self._keep = max(_KEPT_EPOCHS, _KEPT_INDICES // order.samples)
         self._epochs: OrderedDict[int, Indices] = OrderedDict()
         self._dropped: set[int] = set()
@@ -122,7 +129,7 @@ class _Global:
         if epoch not in self._epochs:
             if epoch in self._dropped:
                 self._keep = min(2 * self._keep, max(self._keep, _MOST_INDICES // self._order.samples))
-            self._epochs[epoch] = _permutation(self._order.seed, _TAG, epoch)(self._order.samples)
+            self._epochs[epoch] = _permutation(self._order, epoch)(self._order.samples)
             if len(self._epochs) > self._keep:
                 self._dropped.add(self._epochs.popitem(last=False)[0])
         self._epochs.move_to_end(epoch)
@@ -143,7 +150,8 @@ class _Disjoint:
 
     def rounds(self, replica: ReplicaId) -> int:
         start, stop = self._subset(replica)
-        return -(-(stop - start) // self._order.batch_size)
+        full, rest = divmod(stop - start, self._order.batch_size)
+        return full + (rest > 0 and not self._order.drop_last)
 
     def bounds(self, replica: ReplicaId, round_: int) -> tuple[int, int]:
         first, last = self._subset(replica)
@@ -151,12 +159,12 @@ class _Disjoint:
         return start, min(start + self._order.batch_size, last - first)
 
     def shuffled(self, replica: ReplicaId, epoch: int) -> Indices:
-        current, seed = self._current.get(replica), self._order.seed
+        current, order = self._current.get(replica), self._order
         if current is None or current[0] != epoch:
             if self._all is None:
-                self._all = _permutation(seed, _TAG, _SUBSETS)(self._order.samples)
+                self._all = _permutation(order, _SUBSETS)(order.samples)
             start, stop = self._subset(replica)
-            current = epoch, _permutation(seed, _TAG, _SHUFFLES, epoch, replica)(self._all[start:stop])
+            current = epoch, _permutation(order, _SHUFFLES, epoch, replica)(self._all[start:stop])
             self._current[replica] = current
         return current[1]
 
@@ -179,9 +187,13 @@ class DataOrder:
         seed: of all permutations, 0 or more.
         partition: ``global``, or ``disjoint`` as in the Smooth Switch paper (arXiv 2407.00101).
         resumed: where another order stopped; what its begun epochs have left comes first. None: from the beginning.
+        shuffle: whether epochs are permuted; False: the order of the data set, in each epoch.
+        drop_last: whether an epoch leaves out the samples that do not fill a last round, so that all batches have
+            ``batch_size`` samples.
 
     Raises:
-        InputError: a number below 1, a negative seed, an unknown partition, or fewer samples than disjoint subsets.
+        InputError: a number below 1, a negative seed, an unknown partition, fewer samples than disjoint subsets, or
+            than a batch of each replica where the last round is dropped.
 
     >>> order = DataOrder(samples=10, batch_size=2, replicas=2, seed=0)
     >>> [order.size(replica, k) for k in range(3) for replica in range(2)]
@@ -197,6 +209,8 @@ class DataOrder:
     seed: int
     partition: Partition = "global"
     resumed: "DataPosition | None" = None
+    shuffle: bool = True
+    drop_last: bool = False
     _cut: _Global | _Disjoint = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -219,6 +233,12 @@ class DataOrder:
                 "training set"
             )
         object.__setattr__(self, "_cut", _CUTS[self.partition](self))
+        if self.drop_last and not all(map(self._cut.rounds, range(self.replicas))):
+            raise InputError(
+                f"drop_last=True leaves nothing of {self.samples} samples for {self.replicas} replicas with "
+                f"batch_size={self.batch_size}; write drop_last=False, or "
+                f"batch_size={max(1, self.samples // self.replicas)} or less"
+            )
 
     def batch(self, replica: ReplicaId, k: int) -> Indices:
         """Return the samples of the k-th batch of a replica, k = 0, 1, ... over all epochs; the caller's own copy."""
@@ -232,6 +252,13 @@ class DataOrder:
         cut, _, round_ = self._find(replica, k)
         start, stop = cut.bounds(replica, round_)
         return stop - start
+
+    @cached_property
+    def epoch_samples(self) -> int:
+        """Number of samples of a whole epoch over all replicas: all, but those that ``drop_last`` leaves out."""
+        if not self.drop_last:
+            return self.samples
+        return sum(self.batch_size * self._cut.rounds(replica) for replica in range(self.replicas))
 
     def rounds_per_epoch(self, replica: ReplicaId) -> int:
         """Return the number of batches of a replica in a whole epoch; ``disjoint`` subsets may differ by one."""
@@ -272,7 +299,8 @@ class DataOrder:
         if self.resumed is None:
             return [], 0
         left, first_epoch = self.resumed.left()
-        return [_Global(self, indices) for indices in left], first_epoch
+        cuts = (_Global(self, indices) for indices in left)
+        return [cut for cut in cuts if cut.rounds(0)], first_epoch
 
     def _find(self, replica: ReplicaId, k: int) -> tuple[_Global | _Disjoint, int, int]:
         """Return the division, the epoch and the round of the k-th batch of a replica."""
@@ -334,4 +362,4 @@ class DataPosition:
         """Number of samples that were taken so far, over all epochs, and applied or discarded."""
         assert self.order is not None, "data of a function have no epochs"
         left, first_epoch = self.left()
-        return first_epoch * self.order.samples - sum(map(len, left))
+        return first_epoch * self.order.epoch_samples - sum(map(len, left))

@@ -7,9 +7,13 @@ Checks of single options: each raises InputError with the value, the rule and a 
 
 import json
 import math
+import os
+import sysconfig
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
+from pathlib import Path
+from traceback import FrameSummary, TracebackException
 from typing import Any
 
 from paceline.core.types import ReplicaId
@@ -19,6 +23,9 @@ SCORER = -1
 
 # Characters of a traceback that are sent to main, at most six bytes each: one message must hold them.
 LONGEST_TRACEBACK = 20_000
+
+# What the file names of frames begin with that are not the user's.
+_NOT_USERS = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<frozen")
 
 
 class PacelineError(Exception):
@@ -37,6 +44,10 @@ class WorkerError(PacelineError, RuntimeError):
     """A worker failed; has its coordinates and its own traceback."""
 
 
+class CallbackError(PacelineError, RuntimeError):
+    """A callback of the user's failed, in the process that calls it; no worker did."""
+
+
 class CollectiveError(PacelineError, RuntimeError):
     """Ranks did not make the same call, or one of them has exited; every rank of the group raises the same error."""
 
@@ -50,11 +61,13 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
 
     >>> str(unknown("policy", "asynchronos", ["synchronous", "asynchronous"]))
     "unknown policy 'asynchronos'; did you mean 'asynchronous'? Known: asynchronous, synchronous."
+    >>> str(unknown("policy", "fast", ["synchronous"]))
+    "unknown policy 'fast'; known: synchronous."
     """
     names = sorted(known)
     near = get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return InputError(f"unknown {kind} {name!r}; {hint}Known: {', '.join(names) or 'none'}.")
+    hint = f"did you mean {near[0]!r}? Known" if near else "known"
+    return InputError(f"unknown {kind} {name!r}; {hint}: {', '.join(names) or 'none'}.")
 
 
 def encode_failure(process: ReplicaId | str, error: BaseException) -> bytes:
@@ -64,10 +77,49 @@ def encode_failure(process: ReplicaId | str, error: BaseException) -> bytes:
         process: the replica, with its worker where it has several, or :data:`SCORER`.
         error: what was raised.
     """
-    text = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
+    text = traceback_text(error)[-LONGEST_TRACEBACK:]
     summary = traceback.format_exception_only(error)[-1].strip()[:1000]
-    refused = {"refused": str(error)} if isinstance(error, InputError) else {}
+    refused = {"refused": refusal_text(error)} if isinstance(error, InputError) else {}
     return json.dumps({"failed": process, "what": summary, "traceback": text, **refused}).encode()
+
+
+def traceback_text(error: BaseException) -> str:
+    """Return the traceback of an error from the user's first frame on, or all of it where none is the user's.
+
+    The frames before are Paceline's, and torch's that call the user's module; those after may have raised the error.
+    """
+    whole = TracebackException.from_exception(error)
+    for each in _chain(whole):
+        users = (number for number, frame in enumerate(each.stack) if _is_users(frame))
+        del each.stack[: next(users, 0)]
+    return "".join(whole.format())
+
+
+def refusal_text(error: InputError) -> str:
+    """Return the text of a refusal in a worker, with the line of the user's code that has met it, if any has."""
+    users = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame)]
+    return "\n".join([str(error), *(line.rstrip() for line in traceback.format_list(users[-1:]))])
+
+
+def drop_engines_frames(error: BaseException) -> None:
+    """Forget the frames by which a worker's failure has come up to here, unless the user's own are among them.
+
+    Its text has where it was raised. The environment's ``PACELINE_TRACEBACK=1`` keeps them.
+    """
+    ours = not any(map(_is_users, traceback.extract_tb(error.__traceback__)))
+    if isinstance(error, (InputError, WorkerError)) and ours and os.environ.get("PACELINE_TRACEBACK") != "1":
+        error.__traceback__ = None
+
+
+def _chain(error: TracebackException | None) -> Iterator[TracebackException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_users(frame: FrameSummary) -> bool:
+    installed = "site-packages" in frame.filename or "dist-packages" in frame.filename
+    return not installed and not frame.filename.startswith(_NOT_USERS)
 
 
 def failure_text(message: dict[str, Any]) -> str:
@@ -98,7 +150,7 @@ def raised_text(message: dict[str, Any]) -> str:
 def kind_and_text(process: ReplicaId | str, error: BaseException) -> tuple[str, str]:
     """Return the class name and text of one of our errors; any other becomes a worker's failure."""
     if isinstance(error, PacelineError):
-        return type(error).__name__, str(error)
+        return type(error).__name__, refusal_text(error) if isinstance(error, InputError) else str(error)
     return WorkerError.__name__, failure_text(json.loads(encode_failure(process, error)))
 
 

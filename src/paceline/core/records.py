@@ -132,6 +132,8 @@ class Account:
     interrupted: bool = False
     signal: str | None = None
     """The first signal that asked this process to end, ``SIGTERM``, say; None: there was none."""
+    stopped: str | None = None
+    """The reason for which a callback ended training; None: none did."""
     statistics: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
     """Gradient statistics over the whole run, if they were requested."""
     earlier_s: Seconds = 0.0

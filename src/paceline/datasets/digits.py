@@ -4,11 +4,11 @@ import functools
 from pathlib import Path
 
 import torch
-from sklearn.datasets import load_digits
 
 from paceline.datasets.files import no_files
 from paceline.datasets.models import classifier, mlp
 from paceline.program import Program
+from paceline.run import require_package
 
 _TRAIN = 1437  # 80 % of 1,797
 _SPLIT_SEED = 0
@@ -27,9 +27,12 @@ def digits(*, data: Path | None, seed: int) -> Program:
         seed: seed of A_0 and the data order; the split stays the same.
 
     Raises:
-        InputError: ``data`` is given.
+        InputError: ``data`` is given, or scikit-learn is not installed.
     """
     no_files("digits", data)
+    require_package("sklearn", "digits", extra="datasets")
+    from sklearn.datasets import load_digits
+
     pixels, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(_SPLIT_SEED))
     images, targets = torch.from_numpy(pixels)[order].float() / 16, torch.from_numpy(labels)[order].long()

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
 from paceline.core.errors import InputError, unknown
+from paceline.core.program_import import importing
 
 if TYPE_CHECKING:
     from paceline.program import Program
@@ -96,7 +97,8 @@ def _import_module(name: str) -> ModuleType:
     # As ``python -m`` does; for an entry point sys.path begins with the folder of the script instead.
     _add_to_path(Path.cwd())
     try:
-        return _guarded(f"importing {name}", lambda: importlib.import_module(name))
+        with importing(name):
+            return _guarded(f"importing {name}", lambda: importlib.import_module(name))
     except InputError as error:
         cause = error.__cause__
         if isinstance(cause, ModuleNotFoundError) and f"{name}.".startswith(f"{cause.name}."):
@@ -125,7 +127,8 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[module.__name__] = module
     execute = spec.loader.exec_module
     try:
-        _guarded(f"importing {module.__file__}", lambda: execute(module))
+        with importing(str(path)):
+            _guarded(f"importing {module.__file__}", lambda: execute(module))
     except InputError:
         del sys.modules[module.__name__]
         raise

@@ -2,21 +2,23 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, final
 
 from torch import Tensor, nn
 
 from paceline.checkpoint.options import CheckpointOptions
 from paceline.clock.times import Delay, Times
+from paceline.core.conditions import Condition
 from paceline.core.errors import unknown
-from paceline.core.records import Account, Record
+from paceline.core.records import Account, Record, ReplicaExit
 from paceline.core.registry import declare
-from paceline.core.types import Seconds
+from paceline.core.types import ReplicaId, Seconds
 from paceline.engine import ENGINES
 from paceline.engine.run_state import ResumePoint
+from paceline.engine.torch_settings import TorchSettings
 from paceline.program import Program
 from paceline.strategy import Strategy
 from paceline.support import Feature
@@ -25,20 +27,6 @@ from paceline.trace.spans import Span
 BudgetUnit: TypeAlias = Literal["steps", "epochs", "seconds"]
 OnNonFinite: TypeAlias = Literal["stop", "skip"]
 OnDeath: TypeAlias = Literal["stop", "continue", "replace"]
-
-
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """A bound on a history field that ends the run once a record meets it: ``test_accuracy>=0.97``."""
-
-    field: str
-    above: bool
-    bound: float
-
-    def met(self, record: Record) -> bool:
-        """Return whether the record meets it; a field that was not scored does not."""
-        value = record.row().get(self.field)
-        return value is not None and (value >= self.bound if self.above else value <= self.bound)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +81,8 @@ class Job:
     """True to estimate the gradient noise scale."""
     loop: Callable[[Any], None] | None = None
     """The user's own loop; absent: one step per batch."""
+    callbacks: bool = False
+    """Whether callbacks of the user's watch the run."""
     out: Path | None = None
     """Folder of ``workers.json`` while the run lasts."""
     checkpoint: CheckpointOptions | None = None
@@ -101,6 +91,19 @@ class Job:
     """Where the run goes on; absent: it begins."""
     fingerprint: Mapping[str, str] = field(default_factory=dict[str, str])
     """What tells this program from others."""
+    modules: tuple[str, ...] = ()
+    """Installed modules that workers need for the program."""
+    captured: bytes | Callable[[], bytes | None] | None = field(default=None, repr=False)
+    """The model's graph, where main captures it for all workers; or what waits until it has."""
+    joins: bool = False
+    """Whether replicas are processes that join by themselves, so that none is started, and none is replaced."""
+    torch_settings: TorchSettings = field(default_factory=TorchSettings)
+    """Those of the process that the user started, for all others."""
+
+    @property
+    def live(self) -> bool:
+        """True if records are needed while training goes on: a condition or callbacks may end it by them."""
+        return self.callbacks or self.budget.until is not None
 
     @property
     def survives_deaths(self) -> bool:
@@ -128,9 +131,87 @@ class Progress:
     """Statistics of gradients, if requested."""
     remarks: tuple[str, ...] = ()
     """Sentences about replicas that are silent or slow."""
+    work: str = ""
+    """What is being done in the phase ``starting``, where that is known: ``capturing``."""
 
 
-Watcher: TypeAlias = Callable[[Progress], None]
+class Logged(NamedTuple):
+    """Figures that a loop of the user's logs."""
+
+    replica: ReplicaId
+    step: int
+    """Number of the replica's step, from 1."""
+    values: Mapping[str, float]
+
+
+class StopAsked(NamedTuple):
+    """A loop of the user's asks to end training on all replicas."""
+
+    replica: ReplicaId
+    reason: str
+
+
+# What loops report to the process that the user started.
+LoopEvent: TypeAlias = Logged | StopAsked
+
+
+def loop_message(event: LoopEvent) -> dict[str, Any]:
+    """Return what a loop reports as JSON.
+
+    >>> loop_message(StopAsked(1, "loss is flat"))
+    {'StopAsked': [1, 'loss is flat']}
+    """
+    return {type(event).__name__: list(event)}
+
+
+def loop_event(message: Mapping[str, Any]) -> LoopEvent | None:
+    """Return what a loop has reported, of its :func:`loop_message`; None: it is another message."""
+    if "Logged" in message:
+        return Logged(*message["Logged"])
+    return StopAsked(*message["StopAsked"]) if "StopAsked" in message else None
+
+
+# What happens in a run: a snapshot was scored, a replica died or left, a checkpoint is whole, a loop has reported.
+RunEvent: TypeAlias = Record | ReplicaExit | Path | LoopEvent
+
+
+@final
+class Watcher:
+    """Receives progress and events of a run in the process that the user started, and may ask it to end.
+
+    ::
+
+        engine --- watch(progress), watch.event(record) ---> display, callbacks
+        engine <-- watch.stopped --------------------------- a callback's reason to end training
+
+    Args:
+        show: takes the newest progress.
+        take: takes each event, in their order; what it raises ends the run.
+        asked: returns the reason for which training is to end now; None: it goes on.
+        heard: takes the name of the first signal that asks to end the run, at once and from another thread.
+    """
+
+    def __init__(
+        self,
+        show: Callable[[Progress], None] = lambda _: None,
+        take: Callable[[RunEvent], None] = lambda _: None,
+        asked: Callable[[], str | None] = lambda: None,
+        heard: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._show, self._asked = show, asked
+        self.heard = heard
+        """Takes the first signal."""
+        self.event = take
+        """Takes an event."""
+
+    def __call__(self, progress: Progress) -> None:
+        """Take the newest progress."""
+        self._show(progress)
+
+    @property
+    def stopped(self) -> str | None:
+        """The reason for which training is to end; None: it goes on."""
+        return self._asked()
 
 
 @dataclass(frozen=True)
@@ -156,6 +237,8 @@ class Engine(AbstractContextManager["Engine"], ABC):
     name: str
     features: frozenset[Feature] = frozenset()
     """What it supports beyond single-worker replicas that make one update together on CPUs."""
+    joins: bool = False
+    """Whether its replicas are processes that join by themselves."""
 
     @classmethod
     def from_address(cls, address: str | None) -> "Engine":
@@ -172,9 +255,18 @@ class Engine(AbstractContextManager["Engine"], ABC):
     def refuse(self, job: Job) -> None:
         """Raise InputError where this machine can't run the job; what no machine can is in :mod:`paceline.support`."""
 
+    def warming_up(self, strategy: Strategy) -> AbstractContextManager[None]:
+        """Context manager: what a run under a strategy will need is begun, while its program is still looked at."""
+        del strategy
+        return nullcontext()
+
     @abstractmethod
     def run(self, job: Job, watch: Watcher) -> Outcome:
-        """Run a job to its end. Ctrl-C ends it early, with ``account.interrupted`` set."""
+        """Run a job to its end. Ctrl-C ends it early, with ``account.interrupted`` set.
+
+        So does ``watch.stopped``, as a budget that is spent, with ``account.stopped`` set. Records, departures and
+        checkpoints are events of ``watch``; if ``job.live``, records are made while training goes on.
+        """
 
     def close(self) -> None:
         """Release all that outlives a run."""

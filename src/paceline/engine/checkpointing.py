@@ -104,6 +104,8 @@ class Checkpointer:
         if self._options is not None and resume is not None and resume.folder.parent == self._options.folder:
             self._saved = resume.run.coordinator.version, resume.run.coordinator.tally.gradients
             self._newest = self._saved[0]
+        self.saved: list[Version] = []
+        """Versions of the checkpoints that are whole, as far as this process has a part in them."""
         self.count, self.failures, self.skipped = 0, 0, 0
         self.stall_s: Seconds = 0.0
         """Time in which training stood still for it."""
@@ -249,6 +251,9 @@ class Checkpointer:
         if result.error is None:
             self.count += 1
             self._newest = result.version
+            self.saved.append(result.version)
+            if self._options is not None and self._part == 0:
+                self._loop.tell(self._options.folder / f"step-{result.version}")
             return
         self.failures += 1
         self._saved = None

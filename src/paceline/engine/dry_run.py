@@ -1,8 +1,8 @@
 """One training step on A_0 before anything starts: finds what has to be refused, and what the step writes."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -13,15 +13,18 @@ from torch.optim import Optimizer
 from paceline.checkpoint.fingerprint import fingerprint, optimizer_fields, scheduler_text
 from paceline.comm.shared_memory import SpillAllocator
 from paceline.core.errors import InputError, PacelineError
+from paceline.engine.program_modules import program_modules
 from paceline.optim.lbfgs import LossOptimizer
+from paceline.optim.several import OptimizerOfParts
 from paceline.program import Program, Tree, accuracy, call, leaves
 from paceline.replica.base import Batch
 from paceline.replica.capture.input_spec import resized
 from paceline.replica.flat_state import digest
 from paceline.replica.module_utils import materialize
 from paceline.replica.optimizer_factory import build_optimizer
+from paceline.replica.step_options import OptionsCodec
 
-# Samples of the step where batches are sized for an accelerator: it runs on this process's CPU all the same.
+# Samples of the step where batches are sized for an accelerator or several stages: it runs on this CPU all the same.
 FEW = 2
 
 NO_PARAMETER = "the loss does not depend on any parameter; is there a detach() or no_grad() on the way?"
@@ -43,29 +46,35 @@ class DryRun:
     """Whether the optimizer's steps take the loss, too."""
     fingerprint: Mapping[str, str]
     """What tells this program from others."""
+    optimizer: Any = field(compare=False)
+    """What makes the optimizer of all parameters, where the program has several, too."""
+    options: tuple[float, ...]
+    """Its options, as :mod:`~paceline.replica.step_options` encodes them."""
+    modules: tuple[str, ...] = ()
+    """Installed modules that the program needs."""
 
 
-def dry_run(program: Program, batch: Batch, *, few: bool = False) -> DryRun:
+def dry_run(program: Program, batch: Batch | None, *, few: bool = False) -> DryRun:
     """Make one step on a throw-away module.
 
     Args:
         program: what is trained.
-        batch: the first one.
+        batch: the first one; None: a loop's own code makes the steps, so the model is built and no step is made.
         few: whether a few of its samples do, where they can be taken alone.
 
     Raises:
         InputError: the model can't take the batch, its output does not fit the loss, the loss is no scalar or leads to
             no parameter, or optimizer, scheduler or a metric can't be made.
     """
-    if few and batch.samples > FEW:
+    if few and batch is not None and batch.samples > FEW:
         with suppress(PacelineError):  # what is wrong is said of the batch itself
             inputs, targets = cast(tuple[Tree, Tree], resized((batch.input, batch.target), FEW))
             return _step(program, Batch(inputs, targets, FEW))
     return _step(program, batch)
 
 
-def _step(program: Program, batch: Batch) -> DryRun:
-    """Make the step, with all samples of this batch."""
+def _step(program: Program, batch: Batch | None) -> DryRun:
+    """Make the step, with all samples of this batch; None: without it."""
     with torch.random.fork_rng(devices=[]):
         with _named("model() failed"):
             module = materialize(program, SpillAllocator()).train()
@@ -79,22 +88,32 @@ def _step(program: Program, batch: Batch) -> DryRun:
         buffers = {name: digest([buffer]) for name, buffer in module.named_buffers()}
         parameters = {name: digest([p]) for name, p in module.named_parameters() if p.requires_grad}
         fields = fingerprint(program, module)
-        output, loss = _forward(program, module, batch)
-        _backward(module, loss)
-        metrics = _metrics(program, output, batch.target)
+        if isinstance(program.optimizer, Mapping):
+            program = replace(program, optimizer=OptimizerOfParts.of(program.optimizer, module))
+        metrics: Mapping[str, Callable[[Tree, Tree], Any]] = program.metrics or {}
+        if batch is not None:
+            output, loss = _forward(program, module, batch)
+            _backward(module, loss)
+            metrics = _metrics(program, output, program.labels(batch.input, batch.target))
         written = _changed(module.named_parameters(), parameters)
-        optimizer = _optimizer(program, [p for p in module.parameters() if p.requires_grad])
+        optimizer = _optimizer(program, {n: p for n, p in module.named_parameters() if p.requires_grad})
+        options = OptionsCodec.of(optimizer)
+        vector = options.encode(optimizer, range(len(options.keys)))
         fields |= optimizer_fields(optimizer)
         fields["scheduler"] = scheduler_text(_scheduler(program, optimizer))
         # With the scheduler: it has set the rate of the first step.
         rate = optimizer.param_groups[0].get("lr")
     return DryRun(
         metrics,
-        _changed(module.named_buffers(), buffers),
+        # What a loop's own step writes is not known: any of them.
+        tuple(buffers) if batch is None else _changed(module.named_buffers(), buffers),
         written,
         None if rate is None else float(rate),
         isinstance(optimizer, LossOptimizer),
         fields,
+        program.optimizer,
+        tuple(vector.tolist()),
+        program_modules(program, module),
     )
 
 
@@ -143,11 +162,15 @@ def _changed(tensors: Iterable[tuple[str, Tensor]], before: Mapping[str, str]) -
 def _metrics(program: Program, output: Tree, target: Tree) -> Mapping[str, Callable[[Tree, Tree], Any]]:
     """Return the program's metrics, checked; by default accuracy if the output is one row of scores per class index."""
     if program.metrics is None:
-        if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
+        of_model = program.model_makes_loss
+        rows = scores(output) if of_model else output
+        if not (isinstance(rows, Tensor) and isinstance(target, Tensor)):
             return {}
         classes = not target.is_floating_point() and target.dtype != torch.bool
-        scores = output.dim() == target.dim() + 1 and output.shape[:-1] == target.shape
-        return {"accuracy": accuracy} if classes and scores else {}
+        fits = rows.dim() == target.dim() + 1 and rows.shape[:-1] == target.shape
+        # Labels of words may be shifted by one, or be left out, within the model.
+        fits &= not of_model or target.dim() == 1
+        return {"accuracy": accuracy_of_model if of_model else accuracy} if classes and fits else {}
     if "loss" in program.metrics:
         raise InputError("metrics={'loss': …}: test_loss is the program's loss in every record; write another name")
     for name, metric in program.metrics.items():
@@ -156,10 +179,21 @@ def _metrics(program: Program, output: Tree, target: Tree) -> Mapping[str, Calla
     return program.metrics
 
 
-def _optimizer(program: Program, parameters: Sequence[Tensor]) -> Optimizer:
+def scores(output: Tree) -> Tree:
+    """Return the scores of an output, which a model that makes its loss returns as ``logits`` beside it."""
+    return output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
+
+
+def accuracy_of_model(output: Tree, target: Tensor) -> Tensor:
+    """Return :func:`accuracy` of the ``logits`` of an output."""
+    return accuracy(scores(output), target)
+
+
+def _optimizer(program: Program, parameters: Mapping[str, Tensor]) -> Optimizer:
+    """Return the program's optimizer, of all parameters that are trained; they are given by name."""
     optimizer: Any
     with _named("optimizer(parameters) failed"):
-        optimizer = build_optimizer(program.optimizer, parameters)
+        optimizer = build_optimizer(program.optimizer, parameters.values())
     if not isinstance(optimizer, Optimizer):
         raise InputError(
             f"optimizer(parameters) returned {type(optimizer).__name__}, not a torch optimizer; "
@@ -169,6 +203,14 @@ def _optimizer(program: Program, parameters: Sequence[Tensor]) -> Optimizer:
         raise InputError(
             "torch's LBFGS calls the loss several times a step, but here each update is made of one evaluation; write "
             "optimizer=paceline.LBFGS, which makes the same steps"
+        )
+    found = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    absent = [name for name, parameter in parameters.items() if id(parameter) not in found]
+    if absent or len(found) > len(parameters):
+        what = f"has no {absent[0]}" if absent else "has parameters that it was not given"
+        raise InputError(
+            f"the optimizer {what}; write it of all parameters of the model that have requires_grad, or set "
+            "requires_grad=False on what is not to be trained"
         )
     return optimizer
 

@@ -66,11 +66,16 @@ class Evaluator:
         self._metrics = dict(program.metrics or {})
         self._test = self._train = list[Chunk]()
         if program.test is not None:
-            self._test = _chunks(program.test, program.loader, np.arange(length(program.test)))
+            test = cast(Data, program.test)
+            self._test = _chunks(program, test, np.arange(length(test)))
         if not is_source(program.train):
             train = cast(Data, program.train)
             sample = np.random.default_rng(_TAG).permutation(length(train))[:TRAIN_SAMPLE]
-            self._train = _chunks(train, program.loader, np.sort(sample))
+            self._train = _chunks(program, train, np.sort(sample))
+
+    def test(self) -> dict[str, float]:
+        """Return the loss and the metrics of the module as it is on the test set, called as in a record."""
+        return {f"test_{name}": value for name, value in self._mean("test set", self._test, self._metrics).items()}
 
     def score(self, state: FlatState, info: SnapshotInfo) -> Record:
         """Return the record of one snapshot; without a training set to sample it keeps its training loss."""
@@ -90,6 +95,7 @@ class Evaluator:
                 with self._program.autocast(str(self._device)):
                     output = call(self._module, inputs)
                     loss = self._program.loss(output, targets)
+                targets = self._program.labels(inputs, targets)
                 values = {"loss": float(loss)} | {n: float(metric(output, targets)) for n, metric in metrics.items()}
             except Exception as error:
                 raise WorkerError(f"the {data} can't be scored: {type(error).__name__}: {error}") from error
@@ -99,9 +105,11 @@ class Evaluator:
         return {name: total / count if math.isfinite(total) else total for name, total in sums.items()}
 
 
-def _chunks(data: Data, loader: Mapping[str, object], indices: NDArray[np.int64]) -> list[Chunk]:
-    fetch = fetcher(data, loader)
-    return [(fetch, indices[start : start + CHUNK]) for start in range(0, len(indices), CHUNK)]
+def _chunks(program: Program, data: Data, indices: NDArray[np.int64]) -> list[Chunk]:
+    fetch = fetcher(data, program.loader, whole=program.model_makes_loss)
+    # A model that makes its loss may return scores of each word beside it, and pads a batch to its longest sample.
+    size = min(CHUNK, program.per_replica_batch(1)) if program.model_makes_loss else CHUNK
+    return [(fetch, indices[start : start + size]) for start in range(0, len(indices), size)]
 
 
 class EvaluationQueue:

@@ -35,7 +35,7 @@ from paceline.engine.spmd.rank_context import (
     open_rank_context,
 )
 from paceline.engine.spmd.tensor_parallel_rank import ProcessGroupTP
-from paceline.program import Program, Tree, call, leaves, on_device
+from paceline.program import Program, Tree, call, leaves, map_tree, on_device
 from paceline.replica.base import Batch
 from paceline.replica.capture.capture import capture
 from paceline.replica.capture.input_spec import Rebuild, batch_size
@@ -245,7 +245,8 @@ def _join_leaf(pieces: Sequence[Any], rows: Sequence[int]) -> Any:
 class InferenceWorker:
     """One rank's model; all ranks of a predictor are called with the same inputs together.
 
-    The model is captured, cut and divided for the first inputs, and again for inputs of another form.
+    The model is captured, cut and divided for the first inputs, and again for inputs of another form; sizes in which
+    these differ are left open then.
     """
 
     def __init__(self, request: InferenceRequest, context: RankContext) -> None:
@@ -253,6 +254,8 @@ class InferenceWorker:
         self._device = request.device(context.world.rank)
         use(self._device)
         self._models: list[_StageModel | _ShardModel] = []
+        self._captured_for: list[Tree] = []
+        """Inputs of which there is a model, without their content."""
 
     def __call__(self, inputs: Tree) -> Answer:
         """Return this rank's part of the output.
@@ -269,8 +272,9 @@ class InferenceWorker:
             else:
                 kind = _StageModel if request.strategy.pipelined else _ShardModel
                 with build_once_per_host(request.model, context) as module:
-                    model = kind(request, context, module, inputs)
+                    model = kind(request, context, module, inputs, self._captured_for)
                 self._models.append(model)
+                self._captured_for.append(map_tree(lambda t: t.to("meta"), inputs))
             with torch.no_grad(), request.program.autocast(str(self._device)):
                 answer = model.answer(inputs)
         return replace(answer, pieces=on_host(answer.pieces))
@@ -279,14 +283,16 @@ class InferenceWorker:
 class _ShardModel:
     """One worker's shard of the whole model."""
 
-    def __init__(self, request: InferenceRequest, context: RankContext, module: nn.Module, inputs: Tree) -> None:
+    def __init__(
+        self, request: InferenceRequest, context: RankContext, module: nn.Module, inputs: Tree, others: Sequence[Tree]
+    ) -> None:
         strategy = request.strategy
         communicator = SubGroups.of(strategy.mesh, context.communicator).shards
         assert communicator is not None, "one worker answers by itself"
         shards = ProcessGroupTP(communicator, context.world.rank)
         self._first = context.world.rank == 0
         with extended_timeout(context):
-            self.captured = capture(module, inputs, operators=True, training=False)
+            self.captured = capture(module, inputs, operators=True, training=False, others=others)
             flat = self.captured.flatten(inputs)
             times = agreed_op_times(self.captured, flat, context.gather)
             name = type(module).__name__
@@ -306,7 +312,9 @@ class _ShardModel:
 class _StageModel:
     """One worker of a pipeline that makes forward passes only."""
 
-    def __init__(self, request: InferenceRequest, context: RankContext, module: nn.Module, inputs: Tree) -> None:
+    def __init__(
+        self, request: InferenceRequest, context: RankContext, module: nn.Module, inputs: Tree, others: Sequence[Tree]
+    ) -> None:
         # Without backward every schedule is the same, and no activation is kept.
         plain: dict[str, Any] = {"schedule": "gpipe", "aggregation": Synchronous(), "stage_memory_bytes": None}
         strategy, program = replace(request.strategy, **plain), request.program
@@ -316,7 +324,7 @@ class _StageModel:
         with extended_timeout(context):
             samples = batch_size(inputs)
             first = select_rows(inputs, samples, slice(micro_batch_sizes(samples, self._count)[0]))
-            units = capture_units(strategy, module, first, training=False)
+            units = capture_units(strategy, module, first, others, training=False)
             flat = units.captured.flatten(first)
             local: Boundaries = ()
             if context.world.rank == 0:  # costs are measured, so the ranks' own would differ

@@ -9,10 +9,12 @@ Engines differ in where their events come from; what an event means stands here,
                                                 +------- history ---> records and account
 """
 
+import _thread
 import math
 import signal
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
 from typing import Any, get_args
@@ -22,12 +24,15 @@ from paceline.core.errors import NonFiniteError, WaitTimeoutError, WorkerError
 from paceline.core.noise_scale import NoiseAccumulator
 from paceline.core.records import Record, ReplicaExit
 from paceline.core.types import Clock, ReplicaId, Seconds
-from paceline.engine.base import BudgetUnit, Watcher
+from paceline.engine.base import BudgetUnit, RunEvent, Watcher
 from paceline.engine.budget import EvalSchedule
 from paceline.engine.coordinator import Coordinator, DecisionExecutor
 from paceline.engine.run_context import RunContext
 from paceline.engine.run_history import RunHistory
 from paceline.engine.run_state import RunState
+
+# Longest wait, at the end of a run, until it has been said that it was interrupted.
+SAID_S: Seconds = 1.0
 
 # Interval of the live display, and of the checks for hangs.
 TICK_S: Seconds = 0.2
@@ -49,7 +54,7 @@ class RunLoop:
         executor: executes the policy's decisions.
         initial_digest: digest of A_0.
         evaluate: takes a snapshot of A at a training time and has it evaluated.
-        watch: receives the progress of the run; None: another process displays it.
+        watch: receives progress and events of the run; None: another process does.
         noise: accumulates the gradient noise scale; None: it is not measured.
         replicas: that take part at first; None: all.
         parks: whether replicas that have spent their budget may be called back, for others may die.
@@ -167,12 +172,31 @@ class RunLoop:
         records = self.history.records
         return self.condition_met and bool(records) and records[-1].updates == self.coordinator.version
 
+    def ended(self) -> bool:
+        """Return whether training ends before its budget is spent: its condition is met, or somebody asks for it."""
+        history = self.history
+        asks = self._job.callbacks or self._job.loop is not None
+        if asks and self.watch is not None and history.stopped is None:
+            history.stopped = self.watch.stopped
+        return self.condition_met or history.stopped is not None
+
     def keep(self, records: Iterable[Record]) -> None:
         """Add records to the history; the run is over once one meets its condition."""
         until = self._job.budget.until
         for record in records:
             self.history.keep(record)
             self.condition_met |= until is not None and until.met(record)
+            self.tell(record)
+
+    def tell(self, event: RunEvent) -> None:
+        """Have callbacks take an event."""
+        if self.watch is not None:
+            self.watch.event(event)
+
+    def exited(self, exit: ReplicaExit) -> None:
+        """Note that a replica has died or left."""
+        self.exits.append(exit)
+        self.tell(exit)
 
     def display(self, now: Seconds) -> None:
         """Show the progress of training, at most once every TICK_S."""
@@ -238,7 +262,12 @@ class RunLoop:
     def ended_late(self, replicas: Iterable[ReplicaId], now: Seconds) -> None:
         """Record replicas that did not end in time after training, and are killed."""
         reason = f"did not end within {self._job.timeout_s:g} s; killed"
-        self.exits += [ReplicaExit(replica, reason, now) for replica in replicas]
+        for replica in replicas:
+            self.exited(ReplicaExit(replica, reason, now))
+
+
+# Signals that count as a Ctrl-C.
+ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 class InterruptGuard:
@@ -247,20 +276,25 @@ class InterruptGuard:
     SIGTERM, with which schedulers end a job, counts as a Ctrl-C.
 
     The first one asks to end training, the second one to wait for nothing, a third one is raised. Outside the main
-    thread, where Python delivers no signals, none is counted.
+    thread, where Python delivers no signals, it counts those that :func:`signals_for_threads` hands on.
 
     Args:
         wake: called at each Ctrl-C, so that a wait ends.
+        heard: called with the name of the first signal, at once and in another thread.
         signals: signals that count as a Ctrl-C.
     """
 
     def __init__(
-        self, wake: Callable[[], None], signals: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM)
+        self,
+        wake: Callable[[], None],
+        heard: Callable[[str], None] = lambda _: None,
+        signals: Sequence[signal.Signals] = ENDING,
     ) -> None:
         self.count = 0
         self.first: str | None = None
         """Name of the first signal."""
-        self._wake, self._signals = wake, signals
+        self._wake, self._heard, self._signals = wake, heard, signals
+        self._said = threading.Event()
         self._previous: dict[signal.Signals, Any] = {}
 
     @property
@@ -270,18 +304,69 @@ class InterruptGuard:
 
     def __enter__(self) -> "InterruptGuard":
         if threading.current_thread() is threading.main_thread():
-            self._previous = {number: signal.signal(number, self._note) for number in self._signals}
+            self._previous = {number: signal.signal(number, self.note) for number in self._signals}
+        else:
+            _of_threads.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, previous in self._previous.items():
-            if previous is not None:  # None: a handler that Python did not install, and can't put back
-                signal.signal(number, previous)
+        if self in _of_threads:
+            _of_threads.remove(self)
+        restore(self._previous)
+        if self.count:
+            self._said.wait(SAID_S)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def note(self, number: int, frame: FrameType | None = None) -> None:
+        """Count a signal."""
         del frame
         self.first = self.first or signal.Signals(number).name
         self.count += 1
+        if self.count == 1:
+            # This thread may have been interrupted while it writes to stderr, or draws. Not by threading.Thread, for it
+            # may as well have been while it starts one, which holds a lock.
+            _thread.start_new_thread(self._say, (self.first,))
         if self.count > 2:
             raise KeyboardInterrupt
         self._wake()
+
+    def _say(self, first: str) -> None:
+        try:
+            self._heard(first)
+        finally:
+            self._said.set()
+
+
+# Guards of runs in other threads than the main one.
+_of_threads: list[InterruptGuard] = []
+
+
+@contextmanager
+def signals_for_threads() -> Iterator[None]:
+    """Context manager of the main thread: the first Ctrl-C ends the runs of other threads, a second one is raised.
+
+    Where there is no such run, the first one is raised.
+    """
+
+    def note(number: int, frame: FrameType | None) -> None:
+        del frame
+        guards = [guard for guard in _of_threads if not guard.insisted]
+        for guard in guards:
+            guard.note(number)
+        if not any(guard.count == 1 for guard in guards):
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python lets no other thread take signals
+        return
+    previous = {number: signal.signal(number, note) for number in ENDING}
+    try:
+        yield
+    finally:
+        restore(previous)
+
+
+def restore(handlers: Mapping[signal.Signals, Any]) -> None:
+    """Put handlers of signals back; None: one that Python did not install, and can't put back."""
+    for number, handler in handlers.items():
+        if handler is not None:
+            signal.signal(number, handler)

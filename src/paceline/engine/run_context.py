@@ -75,6 +75,8 @@ class RunContext:
         """The batches of those."""
         self.same_order = True
         """Whether replicas take their batches in the order in which they took them before the run was resumed."""
+        self.own_steps = False
+        """Whether a loop of this process computes gradients itself, with an optimizer whose options count."""
         self._compiled: CompiledLoss | None = None
         self._batches_before = 0
         """Batches that were dealt out in portions, or steps of replicas, before the run was resumed."""
@@ -148,7 +150,7 @@ class RunContext:
                 spent = [position.spent for position in self.positions]
             return Steps([max(0, steps - before) for before in spent], each)
         assert self.order is not None, "epochs of a data source were not refused"
-        samples = (budget.amount - self.epochs_before) * self.order.samples - self.data.samples
+        samples = (budget.amount - self.epochs_before) * self.order.epoch_samples - self.data.samples
         return Epochs(samples, self.order, each)
 
     def batches(self) -> BatchSource:
@@ -230,7 +232,10 @@ def order_of(job: Job) -> DataOrder | None:
     batch_size = program.per_replica_batch(shares, strategy.accumulate, among)
     samples = length(cast(Data, program.train))
     streams = 1 if strategy.elastic and portions is None else shares
-    return DataOrder(samples, batch_size, streams, program.seed, strategy.partition)
+    shuffle, drop_last = program.shuffle is not False, bool(program.drop_last)
+    return DataOrder(
+        samples, batch_size, streams, program.seed, strategy.partition, shuffle=shuffle, drop_last=drop_last
+    )
 
 
 def same_division(order: DataOrder | None, before: DataOrder | None) -> bool:
@@ -292,10 +297,9 @@ def resumed_positions(run: RunState, replicas: int, per_step: int, *, elastic: b
 def first_batch(job: Job) -> Batch:
     """Return the first batch of the training set; raise InputError if reading it fails."""
     order = order_of(job)
-    plain = replace(job.program, loader={k: v for k, v in job.program.loader.items() if k == "collate_fn"})
     try:
         with torch.random.fork_rng(devices=[]):
-            return BatchSource(plain, order, job.strategy.replicas).first()
+            return BatchSource(job.program.without_workers(), order, job.strategy.replicas).first()
     except InputError:
         raise
     except Exception as error:
@@ -321,8 +325,9 @@ def threads(strategy: Strategy, workers_here: int | None = None) -> int:
 
 
 def set_threads_and_seed(job: Job, replica: ReplicaId, workers_here: int | None = None) -> None:
-    """Set this process's threads, and its seed by its replica."""
-    torch.set_num_threads(threads(job.strategy, workers_here))
+    """Set this process's threads, unless it has joined by itself and they are its own, and its seed by its replica."""
+    if job.strategy.threads is not None or not job.joins:
+        torch.set_num_threads(threads(job.strategy, workers_here))
     torch.default_generator.manual_seed(step_seed(job.program.seed, replica, -1))  # what samples draw as they are read
 
 

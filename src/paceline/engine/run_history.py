@@ -1,5 +1,6 @@
 """The history of a run: records, recent losses, what is spent of the budget, and the account at the end."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
@@ -34,11 +35,13 @@ class RunHistory:
         self._portions = context.policy.portions
         self._coordinator, self._digest, self._noise = coordinator, initial_digest, noise
         self._elastic = context.job.strategy.elastic
-        self._samples = context.order.samples if context.order is not None else 1
+        self._samples = context.order.epoch_samples if context.order is not None else 1
         self._losses: deque[float] = deque(maxlen=max(32, 2 * context.replicas))
         self.last: tuple[int, int] | None = None
         """Updates and Δs at the last snapshot."""
         self.records: list[Record] = []
+        self.stopped: str | None = None
+        """The reason for which a callback has ended training; None: none has."""
         self._pending: list[SnapshotInfo] = []
         """Snapshots whose records have not come."""
         self._before: dict[BudgetUnit, tuple[float, int]] = {"steps": (0.0, 0), "epochs": (0.0, 0)}
@@ -83,9 +86,10 @@ class RunHistory:
         return list(self.state().records)
 
     def add_loss(self, loss: float, samples: int) -> None:
-        """Note the mean loss of a Δ and how many samples it was taken on."""
+        """Note the mean loss of a Δ, which an own loop need not say, and how many samples it was taken on."""
         if samples:
-            self._losses.append(loss)
+            if not math.isnan(loss):
+                self._losses.append(loss)
             if self._noise is not None:
                 self._noise.add_batch(samples / self._per_step)
 
@@ -176,6 +180,7 @@ class RunHistory:
             notes=self._notes | notes,
             interrupted=interrupted,
             signal=signal,
+            stopped=self.stopped,
             statistics=self._noise.overall(seconds, tally.samples) if self._noise else {},
             earlier_s=self.earlier[0],
             earlier_steps=self.earlier[1],

@@ -21,6 +21,7 @@ from typing import NamedTuple, TypeVar
 from paceline.core.errors import InputError, WaitTimeoutError
 from paceline.core.safe_files import read_json, write_json
 from paceline.core.types import ReplicaId, Seconds
+from paceline.engine.worker_metrics import SERVER_NAME
 from paceline.strategy import Strategy
 
 Host = TypeVar("Host")
@@ -179,6 +180,11 @@ def scale(folder: Path, replicas: int, timeout_s: Seconds = 10.0) -> ScaleAnswer
     """
     if not (folder / "workers.json").exists():
         raise InputError(f"no run is under way in {folder}; name the folder that its out= or --out names")
+    if (folder / SERVER_NAME).exists():
+        raise InputError(
+            f"the run in {folder} is a server's, which starts no replicas: let processes join it, "
+            f"paceline.join(…, address={str(folder)!r}), or end some"
+        )
     number = uuid.uuid4().hex
     write_json(folder / REQUEST, {"request": number, "replicas": replicas, "pid": os.getpid()})
     deadline = time.monotonic() + timeout_s

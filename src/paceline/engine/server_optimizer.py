@@ -29,6 +29,7 @@ from paceline.replica.noise_estimator import NoiseEstimator, Preconditioner
 from paceline.replica.optimizer_kernels import StepKernel
 from paceline.replica.optimizer_state import describe_whole, whole_chunks
 from paceline.replica.own_parameters import fragments_of
+from paceline.replica.step_options import BUFFER
 
 # Names of the last update begin so.
 _LAST = "delta/last/"
@@ -88,6 +89,8 @@ class ServerOptimizer:
         combined: in which Σ weight·Δ is computed; may be the only Δ's own vectors. None: new ones.
         part: that slice; None: all of A.
         summed: returns the sums, over all servers, of numbers that each has of its slice.
+        own_steps: returns whether loops may compute gradients themselves, so that what their optimizers say is to be
+            read; on a device the host waits for that.
     """
 
     def __init__(
@@ -101,8 +104,9 @@ class ServerOptimizer:
         combined: FlatState | None = None,
         part: FlatSlice | None = None,
         summed: Summed = list,
+        own_steps: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.state, self.part, self.summed = state, part, summed
+        self.state, self.part, self.summed, self._own_steps = state, part, summed, own_steps
         self._distance = isinstance(policy.delta, Distance) and subtracts
         self._moves = isinstance(policy.delta, (Change, Distance))
         combined = combined or state.empty_like()
@@ -120,7 +124,10 @@ class ServerOptimizer:
         needs_sum = (
             self._reducer is not None or self._moves or self.clip_norm is not None or "agreement" in policy.needs
         )
-        self._direct = self.flat_optimizer.has_kernel and not needs_sum and not state.buffers
+        self._direct = self.flat_optimizer.has_kernel and not needs_sum
+        names = [entry.name for block in state.layout.buffers for entry in block.entries]
+        self._options = names.index(BUFFER) if BUFFER in names and not self._moves else None
+        """Number of the running buffer that has the options of own loops' optimizers; None: there is none."""
         self._noise = noise
         if noise is not None:
             noise.preconditioner = Preconditioner(self.flat_optimizer)
@@ -161,6 +168,7 @@ class ServerOptimizer:
         if alone and self._direct:
             delta, weight = next(iter(deltas))
             consumes = delta.parameters is self.combined
+            self._write_buffers([(delta, weight)], destination)
             self.flat_optimizer.step(delta.parameters, rate, destination, weight, consumes=consumes)
         else:
             if self._reducer is not None:
@@ -231,25 +239,37 @@ class ServerOptimizer:
 
         It is called with the kernel, and the weight of each Δ in the gradient.
         """
-        buffers = _BufferMean(self.state)
-        for delta, weight in deltas:
-            buffers.add(delta, weight)
-        buffers.write(out)
+        self._write_buffers(deltas, out)
         sign = -1.0 if self._moves else 1.0
         execute(self.flat_optimizer.kernel(rate), [sign * weight for _, weight in deltas])
         self.flat_optimizer.end_step(out)
         self.state = out
 
     def _reduce(self, reducer: Reducer, deltas: Weighted, destination: FlatState, read: Sequence[FlatState]) -> None:
-        buffers, weights = _BufferMean(self.state), [weight for _, weight in deltas]
+        weights = [weight for _, weight in deltas]
         vectors = [[delta.parameters[i] for delta, _ in deltas] for i in range(len(self.combined))]
         statistics = self.summed([sum(each) for each in zip(*map(reducer.statistics, vectors), strict=True)])
         for i, (each, total) in enumerate(zip(vectors, self.combined, strict=True)):
             seen = [state.parameters[i] for state in read]
             reducer.combine(Reduction(each, weights, self.state.parameters[i], seen, statistics), total)
+        self._write_buffers(deltas, destination)
+
+    def _write_buffers(self, deltas: Weighted, destination: FlatState) -> None:
+        buffers = _BufferMean(self.state)
         for delta, weight in deltas:
             buffers.add(delta, weight)
+        self._finish_buffers(buffers, destination)
+
+    def _finish_buffers(self, buffers: "_BufferMean", destination: FlatState) -> None:
+        """Write the running buffers of the new A; the optimizer takes over what own loops' optimizers say."""
+        if self._options is None or not self._own_steps():
+            buffers.write(destination)
+            return
+        before = self.state.views.buffers[self._options].clone()
         buffers.write(destination)
+        mean = destination.views.buffers[self._options]
+        self.flat_optimizer.take_options(mean)
+        mean.copy_(self.flat_optimizer.options_after(before, mean))
 
     def _combine(
         self, deltas: Iterable[tuple[FlatState, float]], destination: FlatState, slices: Sequence[slice] | None
@@ -265,7 +285,7 @@ class ServerOptimizer:
                 else:
                     torch.mul(vector, weight, out=total)
             buffers.add(delta, weight)
-        buffers.write(destination)
+        self._finish_buffers(buffers, destination)
 
 
 class _BufferMean:

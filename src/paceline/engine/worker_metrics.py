@@ -3,8 +3,10 @@
 import contextlib
 import json
 import os
+import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -13,12 +15,15 @@ from paceline.comm.linux import memfd_create
 from paceline.core.errors import InputError
 from paceline.core.mesh import Coordinate
 from paceline.core.records import WorkerFigures
-from paceline.core.types import Nanoseconds, ReplicaId, Seconds
+from paceline.core.types import Clock, Nanoseconds, ReplicaId, Seconds
 from paceline.trace.recorder import AnyRecorder, NullRecorder, Recorder, read_packed
 from paceline.trace.spans import Span
 
 # Number of a worker's newest step times that are kept.
 STEP_TIMES = 512
+
+# Micro-steps after which a worker has allocated all it will: gradients, an optimizer's state, Δs on their way.
+_SETTLED = 4
 
 
 class Figures(NamedTuple):
@@ -38,6 +43,92 @@ class MetricsSink(Protocol):
 
     def figures(self, replica: ReplicaId) -> Figures:
         """Return a worker's figures so far."""
+
+
+class WorkerMetrics:
+    """Measurements of one worker, kept in a sink that outlives it.
+
+    Args:
+        sink: keeps them.
+        replica: of the worker.
+        recorder: of its spans.
+        step_bytes: bytes that one Δ moves, both ways.
+        per_step: micro-steps of one step.
+    """
+
+    def __init__(
+        self, sink: MetricsSink, replica: ReplicaId, recorder: AnyRecorder, step_bytes: int, per_step: int
+    ) -> None:
+        self._sink, self._replica, self._recorder = sink, replica, recorder
+        self._step_bytes, self._per_step = step_bytes, per_step
+        self._micro_steps = self._waited_ns = self._payload = self._peak = 0
+        self._next_peak_check = 1
+        self._before = sink.figures(replica)
+        """Of processes that did this worker's work before it, and have died."""
+        self._traced = not isinstance(recorder, NullRecorder)
+        self._began = self._last = time.monotonic_ns()
+
+    def start(self) -> None:
+        """Start the clock: the first grant has come."""
+        self._began = self._last = time.monotonic_ns()
+        self._waited_ns = 0
+
+    def waited(self, since_ns: int, step: Clock, until_ns: int | None = None) -> None:
+        """Count time from ``since_ns`` to ``until_ns`` (None: now) as waiting."""
+        now = time.monotonic_ns() if until_ns is None else until_ns
+        self._waited_ns += now - since_ns
+        if self._traced:
+            self._recorder.record("wait", step, since_ns, now)
+
+    def spent(self, action: str, since_ns: int, step: Clock, moved: int = 0) -> None:
+        """Record what the worker did from ``since_ns`` until now."""
+        if self._traced:
+            self._recorder.record(action, step, since_ns, time.monotonic_ns(), bytes=moved)  # type: ignore[arg-type]
+
+    def stepped(self, *, pushed: bool, skipped: int = 0) -> None:
+        """Count one more micro-step, and ``skipped`` others that were left out."""
+        now = time.monotonic_ns()
+        self._micro_steps += 1 + skipped
+        self._payload += self._step_bytes if pushed else 0
+        busy = now - self._began - self._waited_ns
+        if self._micro_steps >= self._next_peak_check:  # reading it takes milliseconds, so ever more rarely
+            self._peak, self._next_peak_check = max(self._peak, peak_bytes()), 2 * self._micro_steps
+        steps, rest = divmod(self._micro_steps, self._per_step)
+        before = self._before
+        peak = max(before.peak_memory_bytes, self._peak)
+        figures = Figures(before.steps + steps, before.busy_ns + busy, before.payload_bytes + self._payload, peak)
+        self._sink.measure(self._replica, figures, None if rest else (now - self._last) * 1e-9)
+        self._last = self._last if rest else now
+
+    def close(self) -> None:
+        """Store the peak memory and the spans at the end of the worker."""
+        # Later on, pages shared with others would count as this worker's own once those have ended.
+        if self._micro_steps < _SETTLED:
+            self._peak = max(self._peak, peak_bytes())
+        figures = self._sink.figures(self._replica)
+        peak = max(self._before.peak_memory_bytes, self._peak)
+        self._sink.measure(self._replica, figures._replace(peak_memory_bytes=peak))
+        self._recorder.close()
+
+
+@dataclass
+class InMemorySink:
+    """Metrics sink of one worker, in its own memory."""
+
+    newest: Figures = field(default=Figures(0, 0, 0, 0))
+    step_times: deque[Seconds] = field(default_factory=lambda: deque(maxlen=STEP_TIMES))
+
+    def measure(self, replica: ReplicaId, figures: Figures, step_time_s: Seconds | None = None) -> None:
+        """Store the figures so far, and the time of one more step."""
+        del replica
+        self.newest = figures
+        if step_time_s is not None:
+            self.step_times.append(step_time_s)
+
+    def figures(self, replica: ReplicaId) -> Figures:
+        """Return the figures so far."""
+        del replica
+        return self.newest
 
 
 def worker_figures(
@@ -100,6 +191,11 @@ def training_spans(spans: Iterable[Span], began: Nanoseconds) -> list[Span]:
 # Name of workers.json until it is complete.
 PARTIAL_NAME = ".workers.json.partial"
 
+# Lines about a run while it lasts, which main writes beside workers.json.
+PROGRESS_NAME = "progress.jsonl"
+# Name of the file with address and token of a server that processes join.
+SERVER_NAME = "server.json"
+
 # pid of a process, and its node where there are several.
 ProcessInfo: TypeAlias = Mapping[str, int | str]
 
@@ -135,7 +231,7 @@ def workers_file(
             raise InputError(
                 f"{folder} can't be written: {error}; write out= a folder where there is room for it"
             ) from error
-        yield partial, whole
+        yield partial, whole, folder / PROGRESS_NAME
     finally:
         remove_workers_file(folder)
 
@@ -159,8 +255,8 @@ def update_workers_file(folder: Path | None, place: Coordinate | str, info: Proc
 
 
 def remove_workers_file(folder: Path) -> None:
-    """Remove ``workers.json`` and a folder with nothing else in it; do nothing if they are gone."""
-    for name in (PARTIAL_NAME, "workers.json"):
+    """Remove what is there while a run lasts, and a folder with nothing else in it; do nothing if they are gone."""
+    for name in (PARTIAL_NAME, "workers.json", PROGRESS_NAME):
         with contextlib.suppress(OSError):
             (folder / name).unlink()
     with contextlib.suppress(OSError):

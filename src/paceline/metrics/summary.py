@@ -84,6 +84,7 @@ def summarize(
     figures |= account.statistics
     figures |= _scores([record.row() for record in history])
     figures |= {"interrupted": account.interrupted} | ({"signal": account.signal} if account.signal else {})
+    figures |= {"stopped": account.stopped} if account.stopped is not None else {}
     figures |= {"start_digest": account.start_digest, "notes": dict(account.notes)}
     return {key: json_safe(value) for key, value in figures.items()}
 

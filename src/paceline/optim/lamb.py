@@ -19,7 +19,7 @@ class Lamb(LayerWise):
         r = (m / (1 − β1^t)) / (√(v / (1 − β2^t)) + ε)
         w = w − γ · |w| / |r + λ·w| · (r + λ·w)
 
-    Where |w| or |r + λ·w| is 0, the fraction is 1, as in the authors' code.
+    Where ``|w|`` or ``|r + λ·w|`` is 0, the fraction is 1, as in the authors' code.
 
     Args:
         params: parameters, or groups of them with options of their own.

@@ -18,9 +18,10 @@ class Lars(LayerWise):
         v = μ·v + γ·λ·(g + β·w)
         w = w − v                        with nesterov:  w − (μ·v + γ·λ·(g + β·w))
 
-    v holds learning rates, as in the paper and unlike torch's SGD: a new γ acts on new gradients only. Where |w| or |g|
-    is 0, λ is η, as if both were equally long: a parameter that begins at 0 begins as under SGD with learning rate γ·η.
-    (Of |w| = 0 the paper says nothing. Others take λ = 1, and γ alone is too large a rate for that.)
+    v holds learning rates, as in the paper and unlike torch's SGD: a new γ acts on new gradients only. Where ``|w|`` or
+    ``|g|`` is 0, λ is η, as if both were equally long: a parameter that begins at 0 begins as under SGD with learning
+    rate γ·η.
+    (Of ``|w|`` = 0 the paper says nothing. Others take λ = 1, and γ alone is too large a rate for that.)
 
     Args:
         params: parameters, or groups of them with options of their own.

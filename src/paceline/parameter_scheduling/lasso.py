@@ -40,8 +40,8 @@ class Lasso(ScheduledProgram[LassoRows]):
 
     Worker p pushes z_jp = x_jpᵀr_p + x_jpᵀx_jp·β_j, x_jp being its rows of column j, and the scheduler pulls
     β_j = S(Σ_p z_jp, λ) / x_jᵀx_j, with the soft threshold S. Columns j and k depend on each other by
-    |x_jᵀx_k| / (‖x_j‖·‖x_k‖), which is |x_jᵀx_k| of the papers where columns have unit norm. There is no intercept:
-    subtract means first. scikit-learn's ``Lasso(alpha=λ / rows, fit_intercept=False)`` has the same optimum.
+    ``|x_jᵀx_k| / (‖x_j‖·‖x_k‖)``, which is ``|x_jᵀx_k|`` of the papers where columns have unit norm. There is no
+    intercept: subtract means first. scikit-learn's ``Lasso(alpha=λ / rows, fit_intercept=False)`` has the same optimum.
 
     Args:
         X: design matrix, (rows, coefficients), dense; it is copied.

@@ -178,7 +178,7 @@ class Uniform(Scheduler[Drawing]):
 @register("priority")
 @dataclass(frozen=True)
 class Priority(Scheduler[Drawing]):
-    """Blocks at random, with probability proportional to |last change|^power + η·(mean of those above 0).
+    """Blocks at random, with probability proportional to ``|last change|^power + η·(mean of those above 0)``.
 
     A block that has not been updated yet goes before all that have. η is in units of the mean as in the released
     program (github.com/sailing-pmls/strads, linear-solver, with η = 0.01). That takes of its candidates the one that

@@ -295,9 +295,9 @@ class Cost:
         return max(self.memory, key=lambda memory: memory.total)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Plan:
-    """A way to train, with its predicted time and memory."""
+    """A way to train, with its predicted time and memory; at a prompt one line."""
 
     arrangement: Arrangement
     cost: Cost
@@ -316,3 +316,12 @@ class Plan:
     """Why another plan was preferred; empty for the best."""
     servers: "Servers | None" = None
     """Servers of A, where the strategy is for the Ray engine; None: the replicas have A."""
+
+    def __repr__(self) -> str:
+        reason = f"; {self.why_not}" if self.why_not else ""
+        return f"<Plan {self.strategy or self.arrangement}: {self.figures()}{reason}>"
+
+    def figures(self) -> str:
+        """Return the time of a step with its interval, the rate, and the largest memory of a worker, as text."""
+        step = f"{self.cost.step_s * 1e3:.3g} ms ({self.low_s * 1e3:.3g} to {self.high_s * 1e3:.3g})"
+        return f"{step}, {self.samples_per_s:,.0f} samples/s, {self.cost.peak.total / 2**20:,.0f} MiB at the most"

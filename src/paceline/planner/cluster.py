@@ -25,6 +25,8 @@ class Device:
     """Streaming multiprocessors, each of which computes a tile of a matrix product at a time."""
     kind: Literal["cpu", "cuda"] = "cpu"
     """Value of Paceline's ``device=``: it decides which arrangements are supported."""
+    launch_s: Seconds = 0.0
+    """Least time of a kernel, from one launch to the next; 0 where times are measured, and so have it."""
 
 
 class DeviceGroup(NamedTuple):

@@ -26,6 +26,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from paceline.clock.cluster_file import Links, cluster_keys, given_links, refuse_not_positive
 from paceline.core.errors import InputError, unknown
@@ -124,7 +125,8 @@ def from_toml(text: str, name: str = "", precision: str = "bf16-mixed") -> Clust
         if lines.get("kind", "cuda") not in ("cpu", "cuda"):
             raise unknown("kind of device", lines["kind"], ("cpu", "cuda"))
         provenance = dict.fromkeys(("flops_per_s", "memory_bytes", "memory_bytes_per_s"), _FROM_FILE)
-        device = Device(**{"name": "device", "kind": "cuda", **lines}, provenance=provenance)
+        words: dict[str, Any] = {"name": "device", "kind": "cuda", **lines}
+        device = Device(**words, provenance=provenance, launch_s=devices.LAUNCH_S[words["kind"]])
         # Of one device on each host: a copy in memory reads and writes each byte.
         inside = device.memory_bytes_per_s / 2
         cluster = _described(hosts, per_host, device, Links(inside, 1.0), title, {})

@@ -157,15 +157,17 @@ class Step:
         """Return the time to read and write A, Δ and the optimizer's state of stage j once, and to accumulate each
         further Δ.
 
-        It is bound by the memory's bandwidth.
+        It is bound by the memory's bandwidth, or by the launch of a kernel for each.
         """
         a, numerics, parameters = self.arrangement, self.workload.numerics, self.stages[j].parameters
         among = a.parameter_replicas(j)
+        device, further = self.cluster.device, a.own_micro_batches(j) - 1
         update = 2 * numerics.total * parameters / (among if a.divided else 1)
         # Under ZeRO-3 alone Δ is accumulated in shards.
         own = parameters / (among if a.divided == 3 else 1)
-        added = self.overlap_model.added_moves * numerics.gradient * own * (a.own_micro_batches(j) - 1)
-        return (update + added) / self.cluster.device.memory_bytes_per_s
+        added = self.overlap_model.added_moves * numerics.gradient * own
+        update_s, added_s = (max(size / device.memory_bytes_per_s, device.launch_s) for size in (update, added))
+        return update_s + (added_s * further if added else 0.0)
 
 
 def in_flight(arrangement: Arrangement) -> Sequence[float]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paceline.core.errors import InputError, unknown
+from paceline.core.types import Seconds
 from paceline.planner.cluster import Device
 from paceline.planner.shapes.gemm_time import DeviceEfficiency
 
@@ -191,8 +192,15 @@ def device(name: str, precision: str = "bf16-mixed") -> Device:
     kind: Literal["cpu", "cuda"] = "cpu" if name.upper().startswith(("CPU", "A64FX")) else "cuda"
     if data.architecture in TAUGHT:
         provenance["products"] = TAUGHT[data.architecture].text()
-    return Device(name, flops, data.memory_bytes, data.memory_bytes_per_s, provenance, data.multiprocessors, kind)
+    provenance["launch"] = f"{LAUNCH_S[kind] * 1e6:.2g} µs at least for a kernel, as measured on other devices"
+    rates = flops, data.memory_bytes, data.memory_bytes_per_s
+    return Device(name, *rates, provenance, data.multiprocessors, kind, LAUNCH_S[kind])
 
+
+# Least time of a kernel, however small, by kind of device. CUDA: what the smallest of 72 matrix products took on an
+# H100 (gemm_time.py); eager PyTorch needs 5 to 10 µs of its host for each, too. CPU: torch.relu of one element with
+# torch 2.13 on a core of an AMD EPYC takes 1.1 µs, a product of one by one 1.9 µs.
+LAUNCH_S: Mapping[Literal["cpu", "cuda"], Seconds] = {"cuda": DeviceEfficiency().product_start_s, "cpu": 1.1e-6}
 
 # Latency of a collective's round: the 79 µs that 8 A100 took for 1 MiB beyond its bytes, in 2 log2 8 rounds (vTrain's
 # tables); between hosts twice as long is assumed.

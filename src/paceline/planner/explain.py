@@ -12,6 +12,7 @@ from paceline.core.types import Seconds
 from paceline.planner.base import TERMS, Arrangement, Collective, LayerCost, OverlapModel, Plan, WorkerMemory, Workload
 from paceline.planner.cluster import Cluster, Described, DeviceGroup, Messages
 from paceline.planner.cost import cost
+from paceline.planner.program.measured_workload import MeasuredWorkload
 from paceline.planner.search.objective import Objectives
 from paceline.planner.search.search import CostCache, search
 from paceline.planner.served_plans import served_step_s
@@ -150,7 +151,8 @@ def with_more(workload: Workload, cluster: Cluster, resource: Resource) -> tuple
             return replace(described, device=device), replace(cluster, device=device)
         if resource == "memory":  # which part of measured layers waits for memory is not known
             return workload, replace(cluster, device=device)
-        return FasterLayers(workload), cluster
+        faster = workload.faster(MORE) if isinstance(workload, MeasuredWorkload) else FasterLayers(workload)
+        return faster, cluster
     if not isinstance(messages, Described):
         return workload, replace(cluster, messages=FasterMessages(messages, resource))
     links = messages.links
@@ -186,10 +188,10 @@ class FasterMessages(Messages):
 
 @final
 class FasterLayers(Workload):
-    """Measured layers, each of which takes a tenth less.
+    """Layers of given times, each of which takes a tenth less.
 
     Args:
-        workload: as it was measured.
+        workload: as it is.
     """
 
     def __init__(self, workload: Workload) -> None:

@@ -1,6 +1,7 @@
 """The contract of replicas: adopt an A, make micro-steps on batches of data, hand over Δ."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -28,8 +29,26 @@ class Batch(NamedTuple):
 EMPTY = Batch(None, None, 0)
 
 
-def as_pair(item: Any) -> tuple[Tree, Tree]:
-    """Return (input, target); raises InputError where an item is anything else."""
+def as_pair(item: Any, *, whole: bool = False) -> tuple[Tree, Tree]:
+    """Return (input, target) of a batch; of a dict that is no pair ``"labels"`` is the target, the rest the input.
+
+    Args:
+        item: a pair, or a dict.
+        whole: whether a batch, whatever it is, is the input, of which the model makes its loss; the target is empty.
+
+    Raises:
+        InputError: the item is anything else.
+    """
+    if whole:
+        return dict(item) if isinstance(item, Mapping) else item, ()
+    if isinstance(item, Mapping):
+        if "labels" not in item or len(item) == 1:
+            raise InputError(
+                f"a batch is a dict of {', '.join(map(repr, item))}; which of them is the target? Name it 'labels' "
+                "(rename_column, or collate_fn=), or let collate_fn= return (input, target); or write loss='model', if "
+                "the model makes its loss"
+            )
+        return {name: value for name, value in item.items() if name != "labels"}, item["labels"]
     if not isinstance(item, (tuple, list)) or len(item) != 2:
         raise InputError(
             f"a batch must be (input, target), but is {type(item).__name__}"
@@ -38,16 +57,21 @@ def as_pair(item: Any) -> tuple[Tree, Tree]:
     return item[0], item[1]
 
 
-def as_batch(item: Any) -> Batch:
+def as_batch(item: Any, *, whole: bool = False) -> Batch:
     """Return a batch as it is, or make one of (input, target) with samples along dim 0 of the target's first tensor.
 
+    Args:
+        item: a batch, a pair or a dict.
+        whole: see :func:`as_pair`; samples are then along dim 0 of the first tensor that has dims.
+
     Raises:
-        InputError: it is no pair, or has no tensor with samples.
+        InputError: it is none of these, or has no tensor with samples.
     """
     if isinstance(item, Batch):
         return item
-    inputs, targets = as_pair(item)
+    inputs, targets = as_pair(item, whole=whole)
     tensors = leaves(targets) or leaves(inputs)
+    tensors = [tensor for tensor in tensors if tensor.dim()] if whole else tensors
     if not tensors or not tensors[0].dim():
         raise InputError("a batch needs a tensor with samples along dim 0; write (inputs, targets), two tensors")
     return Batch(inputs, targets, len(tensors[0]))

@@ -1,7 +1,16 @@
-"""The batches D of one replica: the seeded order of the data, fetched from whatever kind of data set it is."""
+"""The batches D of one replica: the seeded order of the data, fetched from whatever kind of data set it is.
 
+Of an IterableDataset, which has an order of its own, each replica reads all batches and takes every P-th::
+
+    pass of r0   |b0|  .  .|b3|  .  .|b6|        each replica iterates over a copy, which draws the same numbers;
+    pass of r1     . |b1|  .  .|b4|  .  . |      after its last batch the next pass begins
+    pass of r2     .  . |b2|  .  .|b5|  . |
+"""
+
+import copy
 import itertools
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeAlias, cast
@@ -9,11 +18,12 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from paceline.core.data_order import DataOrder
 from paceline.core.errors import InputError
 from paceline.core.types import ReplicaId
+from paceline.device import OwnGenerators, accelerator
 from paceline.program import Data, Program, Tree, as_tensors, leaves, map_tree
 from paceline.replica.base import EMPTY, Batch, as_batch, as_pair
 
@@ -21,12 +31,13 @@ Fetch = Callable[[NDArray[np.int64]], tuple[Tree, Tree]]
 Stream: TypeAlias = Generator[Batch, None, None]
 
 
-def fetcher(data: Data, loader: Mapping[str, Any]) -> Fetch:
+def fetcher(data: Data, loader: Mapping[str, Any], *, whole: bool = False) -> Fetch:
     """Return a function from indices to (input, target) of these samples, stacked along dim 0.
 
     Args:
         data: a map-style data set, or a pair of trees of tensors.
         loader: the program's arguments for torch's DataLoader; of them ``collate_fn`` is used.
+        whole: whether a batch is the input as a whole, see :func:`~paceline.replica.base.as_pair`.
     """
     pair = as_tensors(data) if "collate_fn" not in loader else None
     if pair is not None:
@@ -34,12 +45,43 @@ def fetcher(data: Data, loader: Mapping[str, Any]) -> Fetch:
         def select(indices: NDArray[np.int64]) -> tuple[Tree, Tree]:
             rows = torch.from_numpy(indices)
             inputs, targets = (map_tree(lambda t: t.index_select(0, rows), tree) for tree in pair)
-            return inputs, targets
+            return as_pair((inputs, targets), whole=whole)
 
         return select
     dataset: Any = _PairDataset(data) if isinstance(data, tuple) else data
-    collate = loader.get("collate_fn") or default_collate
-    return lambda indices: as_pair(collate([dataset[int(i)] for i in indices]))
+    collate = loader.get("collate_fn") or collate_samples
+    several = getattr(dataset, "__getitems__", None)  # as torch's DataLoader reads a batch at once
+
+    def fetch(indices: NDArray[np.int64]) -> tuple[Tree, Tree]:
+        samples = several(indices.tolist()) if several else [dataset[int(i)] for i in indices]
+        return as_pair(collate(samples), whole=whole)
+
+    return fetch
+
+
+def collate_samples(samples: Sequence[Any]) -> Any:
+    """As torch's ``default_collate``, but in dicts lists of numbers, as a tokenizer makes them, are tensors.
+
+    Raises:
+        InputError: a dict holds text, or tensors of samples differ in length.
+
+    >>> collate_samples([{"input_ids": [1, 2], "labels": 0}, {"input_ids": [3, 4], "labels": 1}])
+    {'input_ids': tensor([[1, 2], [3, 4]]), 'labels': tensor([0, 1])}
+    """
+    if not isinstance(samples[0], Mapping):
+        return default_collate(samples)  # type: ignore[arg-type]
+    texts = [name for name, value in samples[0].items() if isinstance(value, (str, bytes))]
+    if texts:
+        raise InputError(f"samples hold text, {texts}; write train=dataset.remove_columns({texts}), or collate_fn=")
+    tensors = [{k: torch.tensor(v) if isinstance(v, list) else v for k, v in each.items()} for each in samples]
+    for name, value in tensors[0].items():
+        sizes = {tuple(each[name].shape) for each in tensors if isinstance(each.get(name), torch.Tensor)}
+        if isinstance(value, torch.Tensor) and len(sizes) > 1:
+            raise InputError(
+                f"{name!r} is of shapes {', '.join(map(str, sorted(sizes)[:3]))} in samples of one batch; pad them: "
+                "write loader={'collate_fn': transformers.DataCollatorWithPadding(tokenizer)}, or another collate_fn"
+            )
+    return default_collate(tensors)
 
 
 class BatchSource:
@@ -50,7 +92,8 @@ class BatchSource:
 
     Args:
         program: holds the data.
-        order: of the samples; None where ``program.train`` is a function, which is called again when it is exhausted.
+        order: of the samples; None where ``program.train`` is a function or an IterableDataset, which is called, or
+            iterated, again when it is exhausted.
         replicas: P.
     """
 
@@ -58,14 +101,14 @@ class BatchSource:
         self._program, self._order, self._replicas = program, order, replicas
         self._fetch: Fetch | None = None
         self._ahead: Stream | None = None
-        """Batches in a row; of a function from 0 on."""
+        """Batches in a row; those without an order from 0 on."""
         self._next: tuple[ReplicaId, int] | None = None
         """Stream and number of its next one."""
 
     def at(self, stream: ReplicaId, number: int) -> Batch:
-        """Return a batch; a function gives those before in vain, and none again."""
+        """Return a batch; without an order those before are made in vain, and none again."""
         if self._order is None:
-            return self._of_function(stream, number)
+            return self._in_a_row(stream, number)
         shared = self._order.replicas < self._replicas
         if self._program.loader.get("num_workers") and not shared:
             if self._ahead is None or self._next is None:
@@ -75,7 +118,8 @@ class BatchSource:
                 self._next = stream, number + 1
                 return next(islice(self._ahead, number - next_number, None))
         if self._fetch is None:
-            self._fetch = fetcher(cast(Data, self._program.train), self._program.loader)
+            train, whole = cast(Data, self._program.train), self._program.model_makes_loss
+            self._fetch = fetcher(train, self._program.loader, whole=whole)
         indices = self._order.batch(stream, number)
         return Batch(*self._fetch(indices), len(indices)) if len(indices) else EMPTY
 
@@ -95,35 +139,92 @@ class BatchSource:
         if self._ahead is not None:
             self._ahead.close()
 
-    def _of_function(self, stream: ReplicaId, number: int) -> Batch:
+    def _in_a_row(self, stream: ReplicaId, number: int) -> Batch:
         if self._next is None:
-            self._ahead, self._next = self._of_source(stream), (stream, 0)
+            self._ahead, self._next = self._passes(stream), (stream, 0)
         assert self._ahead is not None, "it has begun"
-        assert stream == self._next[0], "a function's batches are its own replica's"
+        assert stream == self._next[0], "batches without an order are their own replica's"
         skipped = number - self._next[1]
         self._next = stream, number + 1
         return next(islice(self._ahead, max(0, skipped), None))
 
-    def _of_source(self, replica: ReplicaId) -> Stream:
-        source = cast(Callable[[int, int, int], Any], self._program.train)
-        while True:
-            item = None
-            for item in source(replica, self._replicas, self._program.seed):
-                yield as_batch(item)
-            if item is None:
-                raise InputError(
-                    f"train(replica={replica}, replicas={self._replicas}, seed={self._program.seed}) gave no batch"
-                )
+    def _passes(self, replica: ReplicaId) -> Stream:
+        """Yield the batches of one pass after the other."""
+        program, replicas = self._program, self._replicas
+        train: Any = program.train
+        iterable = _OfIterable(program, train) if isinstance(train, IterableDataset) else None
+        for number in itertools.count():
+            if iterable is None:
+                name = f"train(replica={replica}, replicas={replicas}, seed={program.seed}) gave no batch"
+                items = iter(train(replica, replicas, program.seed))
+            else:
+                name = f"train={type(train).__name__} has no batch for replica {replica} of {replicas} in a pass"
+                items = islice(iterable.batches(number), replica, None, replicas)
+            found = False
+            for item in items:
+                found = True
+                yield as_batch(item, whole=program.model_makes_loss)
+            if not found:
+                raise InputError(name)
 
     def _prefetched(self, order: DataOrder, stream: ReplicaId, first: int) -> Stream:
         batches = (order.batch(stream, k).tolist() for k in itertools.count(first))
         own, sampler = itertools.tee(batches)
-        train = self._program.train
+        train, whole = self._program.train, self._program.model_makes_loss
         data: Any = _PairDataset(train) if isinstance(train, tuple) else train
         # The sampler runs ahead of the batches that are yielded; empty ones it never sees.
-        fetched = iter(DataLoader(data, batch_sampler=filter(None, sampler), **self._program.loader))
+        options = loader_options(self._program)
+        fetched = iter(DataLoader(data, batch_sampler=filter(None, sampler), **options))
         for chosen in own:
-            yield Batch(*as_pair(next(fetched)), len(chosen)) if chosen else EMPTY
+            yield Batch(*as_pair(next(fetched), whole=whole), len(chosen)) if chosen else EMPTY
+
+
+def loader_options(program: Program) -> dict[str, Any]:
+    """Return the keyword arguments of DataLoader, without memory that is pinned where nothing copies from it."""
+    options = {"collate_fn": collate_samples, **program.loader}
+    if accelerator() is None:
+        options.pop("pin_memory", None)
+    return options
+
+
+class _OfIterable:
+    """Passes over a copy of an IterableDataset: the user's stays as it is, whoever iterates beside this one."""
+
+    def __init__(self, program: Program, dataset: IterableDataset[Any]) -> None:
+        options = loader_options(program)
+        if "batch_size" not in options:
+            options |= {"batch_size": program.per_replica_batch(1), "drop_last": bool(program.drop_last)}
+        elif "collate_fn" not in program.loader:  # each item is a batch
+            del options["collate_fn"]
+        try:
+            self._dataset: Any = copy.deepcopy(dataset)
+        except Exception as error:
+            raise InputError(
+                f"train={type(dataset).__name__} can't be copied for each replica: {type(error).__name__}: {error}; "
+                "open files and generators in __iter__, or write train=function, (replica, replicas, seed) -> batches"
+            ) from error
+        # Seeds those of its workers alike in all replicas, or they would divide different passes.
+        drawn = torch.Generator().manual_seed(program.seed)
+        self._loader = DataLoader(self._dataset, generator=drawn, **options)
+        # Workers of the loader have generators of their own; entering these takes 0.3 ms, most of it NumPy's.
+        workers = bool(options.get("num_workers"))
+        self._generators: AbstractContextManager[None] = nullcontext() if workers else OwnGenerators(program.seed)
+
+    def batches(self, number: int) -> Iterator[Any]:
+        """Yield the batches of a pass, drawn from generators of its own."""
+        if hasattr(self._dataset, "set_epoch"):  # as data sets of Hugging Face are shuffled anew
+            self._dataset.set_epoch(number)
+        with self._generators:
+            items = iter(self._loader)
+        while True:
+            with self._generators:
+                item = next(items, _END)
+            if item is _END:
+                return
+            yield item
+
+
+_END = object()
 
 
 @dataclass(eq=False)

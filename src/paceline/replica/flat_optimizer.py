@@ -1,6 +1,7 @@
 """An optimizer that steps on a state: on its flat vectors, one for each dtype, where that gives the same bits."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from paceline.replica.optimizer_state import (
     scheduler_to_json,
     slots_of,
 )
+from paceline.replica.step_options import OptionsCodec
 
 
 class FlatOptimizer:
@@ -56,6 +58,8 @@ class FlatOptimizer:
         self.adaptive = isinstance(self._optimizer, torch.optim.Adam)
         """True if steps are divided by second moments: :meth:`second_moments`."""
 
+        self.options = OptionsCodec.of(self._optimizer)
+        """Places of its options in what an own loop's optimizer says."""
         self._kernel = kernel_of(self._optimizer, state.parameters)
         self._scheduler = schedule(self._optimizer) if schedule else None
         if has_hooks(self._optimizer):  # the scheduler may have added one
@@ -88,6 +92,19 @@ class FlatOptimizer:
         self.point_at(out)
         if self.on_losses is not None:
             self.on_losses.finish()
+
+    def take_options(self, vector: Tensor) -> None:
+        """Have the options of an own loop's optimizer, and step those parts that it stepped."""
+        self.options.write_to(self._optimizer, vector, options=self._scheduler is None)
+
+    def options_after(self, before: Tensor, mean: Tensor) -> Tensor:
+        """Return the options as they are, and the updates of each part, after an update of these options.
+
+        Args:
+            before: of A before it.
+            mean: of its Δs.
+        """
+        return self.options.updated(self._optimizer, before, mean)
 
     def second_moments(self) -> Iterator[tuple[Tensor, float, dict[str, Any]]]:
         """Yield (v, steps made, options of its group) of Adam and AdamW, for each vector or for each tensor.
@@ -227,6 +244,19 @@ class FlatOptimizer:
                     continue
                 for entry, part in zip(entries, self._parts(entries, value), strict=True):
                     found += describe(f"{OPTIMIZER}{slot}/", entry, part)
+        return found
+
+    def states(self) -> list[dict[str, Any]]:
+        """Return copies of the state of each tensor of the layout, as torch's optimizer of the same class has it."""
+        found = list[dict[str, Any]]()
+        for parameter, entries in self._owned():
+            own = self._optimizer.state.get(parameter, {})
+            shared = {slot: value for slot, value in own.items() if is_scalar(value)}
+            if self.has_kernel and self.adaptive and self.steps:
+                shared["step"] = torch.tensor(float(self.steps))
+            tensors = {slot: self._parts(entries, value) for slot, value in self._tensors_of(parameter).items()}
+            for i in range(len(entries)):
+                found.append(deepcopy(shared) | {slot: parts[i].clone() for slot, parts in tensors.items()})
         return found
 
     def state_json(self, describe: Describe = describe_whole) -> dict[str, Any]:

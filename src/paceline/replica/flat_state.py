@@ -20,6 +20,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from paceline.checkpoint.base import STEP_OPTIONS
 from paceline.core.errors import InputError
 from paceline.core.partitioning import balanced
 from paceline.core.types import Version
@@ -192,8 +193,8 @@ class FlatState:
         return zip(entries, (*self.views.parameters, *self.views.buffers), strict=True)
 
     def digest(self) -> str:
-        """Return the SHA-256 of all bytes."""
-        return digest(self.vectors)
+        """Return the SHA-256 of all bytes of the model: what a loop's optimizer says is not of it."""
+        return digest(view for name, view in self.named() if name != STEP_OPTIONS)
 
 
 @dataclass(frozen=True)
@@ -261,7 +262,8 @@ def finite(vectors: list[Tensor], loss: float) -> bool:
 def digest_of(module: nn.Module, layout: FlatLayout) -> str:
     """Return the digest of the state that :func:`read` would fill, without allocating it."""
     tensors = tensors_of(module)
-    return digest(tensors[e.name] for block in (*layout.parameters, *layout.buffers) for e in block.entries)
+    blocks = (*layout.parameters, *layout.buffers)
+    return digest(tensors[e.name] for block in blocks for e in block.entries if e.name != STEP_OPTIONS)
 
 
 def digest(tensors: Iterable[Tensor]) -> str:

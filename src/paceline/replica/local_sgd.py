@@ -17,7 +17,7 @@ from paceline.replica.gradient_clipping import clip, clip_by_square, square_norm
 from paceline.replica.optimizer_factory import optimizer_of_part
 from paceline.replica.optimizer_state import Describe, whole_chunks
 from paceline.replica.own_parameters import Exchange, OwnParameters
-from paceline.replica.single import Autograd
+from paceline.replica.single import Autograd, Single
 
 
 class KeepsState(Protocol):
@@ -50,6 +50,11 @@ class _SteppingReplica(Replica):
         self._flat_optimizer: FlatOptimizer | None = None
         self._losses, self._samples = 0.0, 0
 
+    @property
+    def autograd(self) -> Autograd:
+        """Computes the gradients."""
+        return self._autograd
+
     def _begin(self, state: FlatState) -> None:
         """Step ``state``, to which the parameters are bound, with a new optimizer."""
         program = self._program
@@ -63,7 +68,9 @@ class _SteppingReplica(Replica):
         assert self._flat_optimizer is not None, "advance before adopt"
         gradient = self._gradient
         torch._foreach_copy_(gradient.views.parameters, autograd.take_gradients())
-        self._refused = self._refuses and not finite(gradient.parameters, loss)
+        if autograd.own is not None:
+            self._flat_optimizer.take_options(autograd.own.options)
+        self._refused = self._refuses and not finite(gradient.parameters, autograd.checked_loss(loss))
         if bound is not None:
             clip(gradient.parameters, bound)
         if not self._refused:
@@ -77,7 +84,7 @@ class _SteppingReplica(Replica):
         if not self._samples:
             return Measured(math.nan, 0, True)
         loss = self._losses / self._samples
-        return Measured(loss, self._samples, finite(out.parameters, loss))
+        return Measured(loss, self._samples, finite(out.parameters, self._autograd.checked_loss(loss)))
 
 
 @final
@@ -331,3 +338,8 @@ class WritesInPlace(_SteppingReplica):
         if not self._samples:
             return Measured(math.nan, 0, True)
         return Measured(self._losses / self._samples, self._samples, not self._refused)
+
+
+def autograd_of(replica: Replica) -> Autograd | None:
+    """Return what computes a replica's gradients where it has all of the model and calls its forward; else None."""
+    return replica.autograd if isinstance(replica, (Single, LocalSGD, WritesInPlace)) else None

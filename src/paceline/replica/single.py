@@ -43,6 +43,21 @@ class GradientHandoff:
     gradients: list[Tensor] = field(default_factory=list)
 
 
+@dataclass
+class OwnGradients:
+    """A micro-step whose gradients an own loop computes: they are in the parameters' ``grad``, and stay there.
+
+    Args:
+        options: of the loop's optimizer, as :mod:`~paceline.replica.step_options` encodes them.
+        loss: mean over its samples; NaN: the loop did not say.
+        indices: of the parameters that are stepped, in the layout's order; None: all are.
+    """
+
+    options: Tensor
+    loss: float = math.nan
+    indices: frozenset[int] | None = None
+
+
 def handoff_pays(layout: FlatLayout) -> bool:
     """Return True if the tensors of a layout are large enough for a :class:`GradientHandoff`."""
     names = layout.parameter_names
@@ -80,6 +95,15 @@ class Autograd:
         """Δ, where backward passes add gradients up; None: they are tensors of their own until it is written."""
         self.compiled: CompiledLoss | None = None
         """Forward and loss, compiled; None: the module runs as it is."""
+        self.own: OwnGradients | None = None
+        """What an own loop has computed on this module; None: micro-steps compute their gradients."""
+
+    def use(self, module: nn.Module) -> None:
+        """Compute on another module with the same tensors, from the next :meth:`bind` on."""
+        parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        self.module = module
+        self.parameters = [parameters[name] for name in self.layout.parameter_names]
+        self._buffers = [buffers[e.name] for b in self.layout.buffers for e in b.entries]
 
     def compile(self, batch: Batch, samples: Sequence[int]) -> CompiledLoss:
         """Return forward and loss, compiled and checked, for :attr:`compiled` of any replica that trains this module.
@@ -109,7 +133,7 @@ class Autograd:
     def bind(self, state: FlatState) -> None:
         """Let the module's parameters be ``state``'s, and its buffers copies of them."""
         with torch.no_grad():
-            for parameter in self.parameters:
+            for parameter in self.parameters if self.own is None else ():
                 if parameter.grad is not None:  # left by a cancelled attempt
                     parameter.grad = None
             if self.gradients is not None:
@@ -126,6 +150,8 @@ class Autograd:
 
     def backward(self, batch: Batch, clock: Clock, weight: float = 1.0) -> float:
         """Add the gradient of ``weight`` · mean loss to the parameters' ``grad``; returns the mean loss."""
+        if self.own is not None:
+            return self.own.loss
         began = time.monotonic_ns()
         loss, forward_ended = self.differentiate(batch, clock, weight)
         self.before_reading()
@@ -157,9 +183,13 @@ class Autograd:
         return [self.take_gradient(index) for index in range(len(self.parameters))]
 
     def take_gradient(self, index: int) -> Tensor:
-        """Return the gradient of one parameter, likewise."""
+        """Return the gradient of one parameter, likewise; those of an own loop stay, of other parts they are zero."""
         parameter = self.parameters[index]
-        grad, parameter.grad = parameter.grad, None
+        grad = parameter.grad
+        if self.own is None:
+            parameter.grad = None
+        elif self.own.indices is not None and index not in self.own.indices:
+            grad = None
         if grad is None:
             return torch.zeros_like(parameter)
         # The layout is dense, and so is what is sent.
@@ -173,6 +203,10 @@ class Autograd:
         for view, gradient in zip(out.views.parameters, gradients, strict=True):
             if gradient.data_ptr() != view.data_ptr():
                 view.copy_(gradient)
+
+    def checked_loss(self, loss: float) -> float:
+        """Return the loss that says whether a Δ is finite: an own loop need not say it."""
+        return 0.0 if self.own is not None and math.isnan(self.own.loss) else loss
 
     def write_buffers(self, out: FlatState) -> None:
         """Copy the buffers as they are now into ``out``."""
@@ -358,4 +392,4 @@ class Single(Replica):
                 return Measured(math.nan, self._samples, True, late=figures)
         loss = self._losses / self._samples
         micro = self._norms.norms() if self._norms is not None else None
-        return Measured(loss, self._samples, finite(delta, loss), micro)
+        return Measured(loss, self._samples, finite(delta, self._autograd.checked_loss(loss)), micro)

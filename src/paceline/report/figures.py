@@ -4,36 +4,22 @@ Curves show each strategy's mean over rounds with the range between them; bars s
 how busy the workers.
 """
 
-import io
-import math
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullFormatter
-from numpy.typing import NDArray
+from matplotlib.ticker import MaxNLocator
 
-from paceline.core.records import Record
 from paceline.metrics.repeats import mean_summary, weighted_mean
+from paceline.plots.curves import Numbers, band, draw, style, svg
 from paceline.report.inputs import StrategyRuns
 
 INK, PALE = "#333333", "#8a8a8a"
 
 _WIDTH_IN = 5.6
-
-
-Numbers = NDArray[np.float64]
-
-# Ratio of the largest mean to the smallest from which a loss is drawn on a logarithmic axis.
-_LOG_FROM = 30.0
 
 # Heights in inches: of one row of bars, and of title and axis together.
 _ROW_IN, _REST_IN = 0.95, 0.8
@@ -45,69 +31,21 @@ _BINS = 48
 _BINNED = 0.99
 
 
-def drawn(draw: Callable[[list[Axes]], None], title: str, *, rows: int = 1, height_in: float = 3.1, says: str) -> str:
-    """Return an SVG element with ``rows`` axes, one below the other, that ``draw`` has filled.
+def drawn(fill: Callable[[list[Axes]], None], title: str, *, rows: int = 1, height_in: float = 3.1, says: str) -> str:
+    """Return an SVG element with ``rows`` axes, one below the other, that ``fill`` has filled.
 
     Args:
-        draw: function of the axes, from top to bottom.
+        fill: function of the axes, from top to bottom.
         title: title with the unit.
         rows: number of axes; they share the x axis.
         height_in: height of the whole figure in inches; its width is always the same.
         says: description of the figure, for readers who can't see it.
     """
-    with mpl.rc_context(fname=Path(__file__).parent / "figures.mplstyle"):
+    with style():
         figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
         figure.suptitle(title, x=0.01, ha="left")
-        draw(list(figure.subplots(rows, sharex=True, squeeze=False)[:, 0]))
-        file = io.StringIO()
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    # Keep the element alone, without its size: the page sets the width.
-    text = file.getvalue()
-    element = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], count=1, flags=re.DOTALL)
-    element = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", element, count=1)
-    element = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", element, count=1)
-    return element.replace("<svg", f'<svg role="img" aria-label="{says}"', 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Band:
-    """A figure over time in all rounds at once."""
-
-    times_s: Numbers
-    mean: Numbers
-    low: Numbers
-    high: Numbers
-
-
-def band(histories: Sequence[Sequence[Record]], key: str, *, steps: bool = False) -> Band | None:
-    """Return mean, least and largest over the rounds, at every time at which any of them was scored.
-
-    Between its own records a round is interpolated linearly (``steps``: stays constant). If rounds ended at different
-    times, the band ends with the first of them.
-
-    Returns:
-        The band; None if no round has the figure.
-    """
-    rounds: list[tuple[Numbers, Numbers]] = []
-    for history in histories:
-        rows = [record.row() for record in history]
-        points = [(row["time_s"], row[key]) for row in rows if row.get(key) is not None and math.isfinite(row[key])]
-        if points:
-            rounds.append((np.array([t for t, _ in points], float), np.array([v for _, v in points], float)))
-    if not rounds:
-        return None
-    start, end = max(times[0] for times, _ in rounds), min(times[-1] for times, _ in rounds)
-    times = np.unique(np.concatenate([times for times, _ in rounds]))
-    times = times[(times >= start) & (times <= end)]
-    if not len(times):
-        return None
-    # A step curve has at each time the value of the newest record; a time is never before the first one here.
-    values: list[Numbers] = []
-    for own_times, own in rounds:
-        newest = np.searchsorted(own_times, times, side="right") - 1
-        values.append(own[newest] if steps else np.interp(times, own_times, own))
-    mean, low, high = np.mean(values, 0), np.min(values, 0), np.max(values, 0)
-    return Band(times, mean, low, high)
+        fill(list(figure.subplots(rows, sharex=True, squeeze=False)[:, 0]))
+    return svg(figure, says)
 
 
 def curve(groups: Sequence[StrategyRuns], key: str, title: str, *, time: str, scale: float = 1.0) -> str | None:
@@ -120,36 +58,35 @@ def curve(groups: Sequence[StrategyRuns], key: str, title: str, *, time: str, sc
         time: label of the time axis.
         scale: factor of the figure.
     """
-    steps = key == "threshold"
-    every = [(group, band([run.history for run in group.runs], key, steps=steps)) for group in groups]
-    bands = [(group, each) for group, each in every if each is not None]
-    if not bands:
+    curves = [group.curve for group in groups]
+    if not any(band(each.histories, key) for each in curves):
         return None
+
+    def fill(rows: list[Axes]) -> None:
+        draw(rows[0], curves, key, scale=scale)
+        rows[0].set_xlabel(time)
+
+    return drawn(fill, title, says=f"{title}, over time, for each strategy")
+
+
+def lines(curves: Sequence[tuple[str, Sequence[float], Sequence[float], str, str]], title: str, xlabel: str) -> str:
+    """Return one figure of several curves as SVG.
+
+    Args:
+        curves: label, x, y, colour and dash of each; labels are left out where there is one curve.
+        title: title with the unit.
+        xlabel: label of the other axis.
+    """
 
     def draw(rows: list[Axes]) -> None:
         axes = rows[0]
-        line: dict[str, Any] = {"drawstyle": "steps-post"} if steps else {}
-        fill: dict[str, Any] = {"step": "post"} if steps else {}
-        for group, each in bands:
-            if len(group.runs) > 1:
-                low, high = scale * each.low, scale * each.high
-                axes.fill_between(each.times_s, low, high, color=group.colour, alpha=0.16, linewidth=0, **fill)
-            axes.plot(each.times_s, scale * each.mean, group.dash, color=group.colour, **line)
-        axes.set_xlabel(time)
-        # K counts gradients, and its axis starts at 0; losses over orders of magnitude need a logarithm.
-        if key == "threshold":
-            axes.set_ylim(bottom=0)
-            axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        elif key.endswith("_loss"):
-            least, most = min(each.low.min() for _, each in bands), max(each.mean.max() for _, each in bands)
-            if least > 0 and most / least > _LOG_FROM:
-                axes.set_yscale("log")
-                axes.yaxis.set_major_formatter("{x:g}")
-                axes.yaxis.set_minor_formatter(NullFormatter())
-            elif least >= 0:
-                axes.set_ylim(bottom=0)
+        for label, x, y, colour, dash in curves:
+            axes.plot(x, y, dash, color=colour, label=label)
+        axes.set_xlabel(xlabel)
+        if len(curves) > 1:
+            axes.legend(fontsize="small")
 
-    return drawn(draw, title, says=f"{title}, over time, for each strategy")
+    return drawn(draw, title, says=f"{title}, over {xlabel}")
 
 
 def staleness(groups: Sequence[StrategyRuns]) -> str | None:

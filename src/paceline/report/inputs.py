@@ -8,15 +8,11 @@ from typing import TypeAlias
 from paceline.comparison import Comparison, load_comparison
 from paceline.core.errors import InputError
 from paceline.metrics.table_columns import labels
+from paceline.plots.curves import Curve, look
 from paceline.run import Run, load
 
 # A run, a comparison, or the folder of a saved one.
 Source: TypeAlias = str | Path | Run | Comparison
-
-# Okabe and Ito's colours, for readers who see few: blue, vermilion, green, purple, orange, sky blue, black.
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#AA4499", "#E69F00", "#56B4E9", "#333333")
-# Line styles: if there are more strategies than colours, colours are repeated with broken lines.
-DASHES = ("-", "--", ":")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +25,11 @@ class StrategyRuns:
     dash: str
     runs: Sequence[Run]
 
+    @property
+    def curve(self) -> Curve:
+        """Records of its rounds, to be drawn."""
+        return Curve(self.label, self.colour, self.dash, [run.history for run in self.runs])
+
 
 @dataclass(frozen=True, slots=True)
 class Section:
@@ -38,7 +39,7 @@ class Section:
     engine: str
     groups: Sequence[StrategyRuns]
     baseline: str | None
-    """Strategy from which differences are taken; None: the runs come from no comparison."""
+    """Strategy from which differences are taken; None: the runs come from no comparison of several."""
 
 
 def sections(sources: Iterable[Source]) -> list[Section]:
@@ -71,13 +72,13 @@ def sections(sources: Iterable[Source]) -> list[Section]:
         raise InputError("a report needs at least one run; give the folder of a saved run or comparison")
     # Over all sections together, so that a strategy keeps its colour.
     distinct = dict.fromkeys(text for _, runs in grouped for text in runs)
-    colours = len(PALETTE)
-    # Colours first, then line styles: 21 strategies can be distinguished.
-    looks = {t: (PALETTE[i % colours], DASHES[i // colours % len(DASHES)]) for i, t in enumerate(distinct)}
+    looks = {text: look(number) for number, text in enumerate(distinct)}
     result: list[Section] = []
     for baseline, runs in grouped:
         names = labels(list(runs))
         groups = [StrategyRuns(text, names[text], *looks[text], own) for text, own in runs.items()]
         first = groups[0].runs[0]
-        result.append(Section(first.program_name, first.engine, groups, baseline if baseline in runs else None))
+        result.append(
+            Section(first.program_name, first.engine, groups, baseline if baseline in runs and len(runs) > 1 else None)
+        )
     return result

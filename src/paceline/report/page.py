@@ -24,7 +24,7 @@ from paceline.trace.svg import swimlanes_svg
 # Length of a drawn window in steps, and the number of replicas that are drawn.
 STEPS, REPLICAS = 12, 12
 
-_CURVES = (
+CURVES = (
     ("test_accuracy", "Test accuracy, %", 100.0),
     ("test_loss", "Test loss", 1.0),
     ("train_loss", "Train loss", 1.0),
@@ -66,18 +66,32 @@ def page(all_sections: Sequence[Section]) -> str:
     runs = sum(len(group.runs) for section in all_sections for group in section.groups)
     ways = len({group.strategy for section in all_sections for group in section.groups})
     count = f"{runs} run{'' if runs == 1 else 's'} under {ways} strateg{'y' if ways == 1 else 'ies'}."
+    body = "\n".join(map(section_html, all_sections))
+    footer = "<footer>Written by Paceline from the runs' own records.</footer>"
+    return document(title, f'<h1>Paceline report</h1>\n<p class="soft">{count}</p>\n{body}\n{footer}')
+
+
+def document(title: str, body: str) -> str:
+    """Return a document with the report's style.
+
+    Args:
+        title: with entities for what is special in HTML.
+        body: elements.
+    """
     css = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
-    body = "\n".join("\n".join(["<section>", *_section(section), "</section>"]) for section in all_sections)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title} – Paceline</title>\n'
-        f"<style>\n{css}</style>\n</head>\n<body>\n<h1>Paceline report</h1>\n"
-        f'<p class="soft">{count}</p>\n'
-        f"{body}\n<footer>Written by Paceline from the runs' own records.</footer>\n</body>\n</html>\n"
+        f"<style>\n{css}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
     )
 
 
-def _section(section: Section) -> Iterator[str]:
+def section_html(section: Section) -> str:
+    """Return the element of a section."""
+    return "\n".join(["<section>", *_elements(section), "</section>"])
+
+
+def _elements(section: Section) -> Iterator[str]:
     """Yield the elements of a section: strategies, results, curves, staleness and utilisation, swimlanes, notes."""
     groups, rounds = section.groups, max(len(group.runs) for group in section.groups)
     yield f"<h2>{escape(section.program)} on the {escape(section.engine)} engine</h2>"
@@ -90,7 +104,7 @@ def _section(section: Section) -> Iterator[str]:
     yield "<h3>Over time</h3>"
     names = "".join(f"<span>{_name(group)}</span>" for group in groups)
     yield f'<div class="legend">{names}</div>'
-    yield _grid([figures.curve(groups, key, title, time=time, scale=scale) for key, title, scale in _CURVES])
+    yield figure_grid([figures.curve(groups, key, title, time=time, scale=scale) for key, title, scale in CURVES])
     yield (
         '<p class="soft">Each point scores a snapshot of A taken at that time, off the training path; the train loss '
         f"is that of a fixed sample of the training set.{spread if rounds > 1 else ''}</p>"
@@ -99,7 +113,7 @@ def _section(section: Section) -> Iterator[str]:
     bars = [figures.staleness(groups), figures.utilisation(groups)]
     if any(bars):
         yield "<h3>Staleness and utilisation</h3>"
-        yield _grid(bars)
+        yield figure_grid(bars)
         yield (
             '<p class="soft">Staleness: of the gradients that were applied, how many updates A had had since it was '
             "read for each; all rounds together. Busy: time in work and delay / training time, mean over the rounds; "
@@ -110,7 +124,8 @@ def _section(section: Section) -> Iterator[str]:
         yield f"<h3>Notes</h3>{items}"
 
 
-def _grid(drawings: Iterable[str | None]) -> str:
+def figure_grid(drawings: Iterable[str | None]) -> str:
+    """Return figures side by side, without those that are None."""
     elements = "".join(f"<figure>{drawing}</figure>" for drawing in drawings if drawing is not None)
     return f'<div class="grid">{elements}</div>'
 
@@ -132,7 +147,7 @@ def _strategies(section: Section) -> str:
     ]
     head = f'<thead><tr><th>strategy</th><th class="text">in full</th>{titles}</tr></thead>'
     caption = "Staleness: how many updates A had had since it was read for a gradient, when that was applied; the mean."
-    return _table(head, rows, caption)
+    return table(head, rows, caption)
 
 
 def _results(section: Section) -> str:
@@ -153,7 +168,7 @@ def _results(section: Section) -> str:
         caption.append("Higher accuracy and lower loss are better.")
         if rounds > 1:
             caption.append("±: half a 95 % interval (Student's t, paired by round).")
-    return _table(head, rows, " ".join(caption))
+    return table(head, rows, " ".join(caption))
 
 
 def _notes(section: Section) -> str:
@@ -191,7 +206,8 @@ def _cells(line: Sequence[str]) -> str:
     return "".join(f"<td>{escape(cell)}</td>" for cell in line)
 
 
-def _table(head: str, rows: Sequence[str], caption: str) -> str:
+def table(head: str, rows: Sequence[str], caption: str) -> str:
+    """Return a table of rows, which are elements, with a caption, which is a text."""
     body = f"{head}<tbody>{''.join(rows)}</tbody>"
     return f'<div class="wide"><table><caption>{escape(caption)}</caption>{body}</table></div>'
 

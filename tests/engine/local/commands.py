@@ -121,7 +121,7 @@ class Command:
         assert list((self.folder / "tmp").iterdir()) == []
         pids = {self.process.pid, *self._pidfds}
         assert [name for name in os.listdir("/dev/shm") if any(str(pid) in name for pid in pids)] == []
-        assert not (self.out / "workers.json").exists()
+        assert not self.out.exists() or not {"workers.json", "progress.jsonl"} & set(os.listdir(self.out))
         assert list(self.out.parent.glob(".*")) == []
 
     def ended(self) -> tuple[int, Any, str]:

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from paceline import Run
 from paceline.engine.base import Progress, Watcher
 from paceline.engine.coordinator import Coordinator
+from paceline.engine.loop import InterruptGuard
 from tests.engine import programs
 from tests.engine.local import moments
 
@@ -30,7 +32,7 @@ def at(phase: str, times: int = 1) -> Watcher:
     pressed: list[Progress] = []
 
     def watch(progress: Progress) -> None:
-        if progress.phase == phase and not pressed:
+        if progress.phase == phase and progress.work not in ("importing", "capturing") and not pressed:
             pressed.append(progress)
             for _ in range(times):
                 ctrl_c()
@@ -149,3 +151,30 @@ def test_a_run_in_another_thread_leaves_signals_alone(local: Local) -> None:
     thread.start()
     thread.join()
     assert [run.summary["updates"] for run in runs] == [5]
+
+
+def test_the_first_one_is_heard_before_the_run_ends() -> None:
+    heard, said = list[str](), threading.Event()
+
+    def hear(first: str) -> None:
+        heard.append(first)
+        said.set()
+
+    with InterruptGuard(lambda: None, hear) as interrupts:
+        ctrl_c()
+        assert said.wait(60)
+        ctrl_c()
+        assert interrupts.insisted
+    assert heard == ["SIGINT"]
+
+
+@pytest.mark.parametrize("progress", [None, False])
+def test_it_is_said_on_stderr(
+    local: Local, watched: list[Watcher], capsys: pytest.CaptureFixture[str], tmp_path: Path, progress: bool | None
+) -> None:
+    watched.append(at("training"))
+    folder = tmp_path / "ckpt"
+    run = local(programs.program(), "replicas=2", steps=ENDLESS, checkpoint=folder, progress=progress)
+    assert run.summary["interrupted"]
+    line = f"paceline: Ctrl-C: training ends, the model is saved in {folder} and evaluated; a second Ctrl-C "
+    assert [text.startswith(line) for text in capsys.readouterr().err.splitlines()] == [True] * (progress is None)

@@ -152,6 +152,46 @@ def test_without_a_guard(tmp_path: Path, how: str) -> None:
     assert json.loads(done.stdout) == ["Model", 3, []]
 
 
+FAILS = (
+    SCRIPT.partition("def loop")[0]
+    + """
+def loop(worker):
+    for batch in worker.batches():
+        worker.model.weight.absent
+        worker.optimizer.step()
+
+def asks(worker):
+    worker.optimizer.state_dict()
+
+if __name__ == "__main__":
+    import sys
+    launch(globals()[sys.argv[1]], program, "replicas=2", steps=5, progress=False)
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("loop", "line", "error"),
+    [
+        ("loop", "worker.model.weight.absent", "AttributeError: 'Parameter' object has no attribute 'absent'"),
+        ("asks", "worker.optimizer.state_dict()", "InputError: optimizer.state_dict(): "),
+    ],
+)
+def test_the_line_of_a_loop_that_fails_is_named(tmp_path: Path, loop: str, line: str, error: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FAILS, encoding="utf-8")
+    words = [sys.executable, str(script), loop]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    number = next(n for n, each in enumerate(FAILS.splitlines(), start=1) if each.strip() == line)
+    before, own, _ = done.stderr.partition(f'  File "{script}", line {number}, in {loop}\n    {line}\n')
+    assert own, done.stderr
+    assert error in done.stderr
+    # Before it neither the frames of the worker that called the loop, nor those of main that took its message.
+    frames = before.partition("Traceback (most recent call last)")[2]
+    assert frames
+    assert "/paceline/engine/" not in frames.replace("/paceline/api/train.py", "")
+
+
 def test_a_script_may_train_as_often_as_it_likes(tmp_path: Path) -> None:
     """Engines that are not closed end with it."""
     again = textwrap.dedent(

@@ -15,7 +15,6 @@ from paceline.comm.shared_pickle import share
 from paceline.core.errors import InputError, PacelineError
 from paceline.core.mesh import Coordinate
 from paceline.core.records import Record
-from paceline.engine import worker as gauges
 from paceline.engine import worker_metrics
 from paceline.engine.base import Budget, Job
 from paceline.engine.evaluation import SnapshotInfo
@@ -25,8 +24,7 @@ from paceline.engine.local.control_block import ARRIVED, CANCELLED, Completion, 
 from paceline.engine.local.engine import PRELOAD, LocalEngine
 from paceline.engine.local.evaluation_process import EvaluationProcess
 from paceline.engine.local.fault_injection import EventScript, FaultInjector
-from paceline.engine.worker import WorkerMetrics
-from paceline.engine.worker_metrics import Figures, worker_figures
+from paceline.engine.worker_metrics import Figures, WorkerMetrics, worker_figures
 from paceline.replica.flat_state import FlatLayout, FlatState, read
 from paceline.strategy import Strategy
 from paceline.trace.recorder import NullRecorder
@@ -210,7 +208,7 @@ def test_memory_is_read_while_others_are_there(
         read.append(1000 + len(read))
         return read[-1]
 
-    monkeypatch.setattr(gauges, "peak_bytes", peak_bytes)
+    monkeypatch.setattr(worker_metrics, "peak_bytes", peak_bytes)
     gauge = WorkerMetrics(metrics, 1, NullRecorder(), step_bytes=100, per_step=1)
     gauge.start()
     for _ in range(steps):

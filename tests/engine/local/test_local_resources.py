@@ -93,14 +93,17 @@ def test_a_comparison_has_one_fork_server(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_nor_do_runs_of_two_kinds_end_each_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second one has imported what either needs."""
-    started: list[set[str]] = []
+    """It imports what the second one lacks, and goes on."""
+    started, imported = list[set[str]](), list[list[str]]()
 
     class Recorded:
         alive = True
 
         def __init__(self, preload: tuple[str, ...]) -> None:
             started.append(set(preload))
+
+        def begin_import(self, modules: list[str]) -> None:
+            imported.append(modules)
 
         def close(self) -> None:
             pass
@@ -109,7 +112,8 @@ def test_nor_do_runs_of_two_kinds_end_each_others(monkeypatch: pytest.MonkeyPatc
     engine = LocalEngine()
     for wanted in (PRELOAD, SPMD, PRELOAD, SPMD):
         engine._fork_server_with(wanted)
-    assert started == [set(PRELOAD), {*PRELOAD, *SPMD}]
+    assert started == [set(PRELOAD)]
+    assert imported == [[name for name in SPMD if name not in PRELOAD]]
 
 
 def test_an_engine_by_name_is_closed_after_the_run() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from paceline import Run, train
+from paceline.engine.local.engine import LocalEngine
 from paceline.engine.ray.engine import RayEngine
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
@@ -29,6 +30,13 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def engine() -> RayEngine:
     """Shared by tests that leave it running; it starts with the first run."""
     return SHARED
+
+
+@pytest.fixture(scope="module")
+def local_engine() -> Iterator[LocalEngine]:
+    """For runs that go on elsewhere."""
+    with LocalEngine() as carrier:
+        yield carrier
 
 
 @pytest.fixture

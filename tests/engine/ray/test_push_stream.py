@@ -44,7 +44,7 @@ from paceline.engine.server.push_buffers import PushBuffers
 from paceline.engine.server.push_client import CancelFlag, PushClient
 from paceline.engine.server.push_stream import PushListener, PushStream
 from paceline.engine.server.wire import Listener, StreamAddress
-from paceline.engine.worker import InMemorySink
+from paceline.engine.worker_metrics import InMemorySink
 from paceline.replica.flat_slices import FlatSlice, slices_of
 
 OnRay = Callable[..., Run]

@@ -18,6 +18,7 @@ from paceline import Run, WorkerError, train
 from paceline.checkpoint.reader import Checkpoint, newest
 from paceline.comm import liveness
 from paceline.engine.base import Progress, Watcher
+from paceline.engine.local.engine import LocalEngine
 from paceline.engine.ray.engine import RayEngine
 from tests import oracle
 from tests.engine import programs
@@ -86,9 +87,12 @@ def test_deltas_that_the_policy_held_are_held_again(on_ray: OnRay, watched: list
 
 
 @pytest.mark.parametrize("strategy", ["replicas=3", "replicas=1", "replicas=3 aggregation=asynchronous"])
-def test_it_goes_on_with_what_the_local_engine_has_saved(on_ray: OnRay, strategy: str, tmp_path: Path) -> None:
+def test_it_goes_on_with_what_the_local_engine_has_saved(
+    on_ray: OnRay, local_engine: LocalEngine, strategy: str, tmp_path: Path
+) -> None:
     program, folder = programs.program(**ADAM), tmp_path / "ckpt"
-    saved = train(program, "replicas=2", steps=6, checkpoint=folder, progress=False, evaluate_every=10**6)
+    settings = {"engine": local_engine, "progress": False, "evaluate_every": 10**6}
+    saved = train(program, "replicas=2", steps=6, checkpoint=folder, **settings)
     same = on_ray(program, strategy, steps=6, checkpoint=folder, resume=True)
     assert same.summary["updates"] == 6
     oracle.assert_same(same.model, saved.state, 0)
@@ -98,11 +102,11 @@ def test_it_goes_on_with_what_the_local_engine_has_saved(on_ray: OnRay, strategy
     assert [record.updates for record in further.history] == sorted(record.updates for record in further.history)
 
 
-def test_and_the_local_engine_with_what_it_has_saved(on_ray: OnRay, tmp_path: Path) -> None:
-    program = programs.program(**ADAM)
+def test_and_the_local_engine_with_what_it_has_saved(on_ray: OnRay, local_engine: LocalEngine, tmp_path: Path) -> None:
+    program, settings = programs.program(**ADAM), {"engine": local_engine, "progress": False}
     on_ray(program, "replicas=2", steps=4, checkpoint=tmp_path)
-    resumed = train(program, "replicas=2", steps=8, checkpoint=tmp_path, resume=True, progress=False)
-    whole = train(program, "replicas=2", steps=8, progress=False)
+    resumed = train(program, "replicas=2", steps=8, checkpoint=tmp_path, resume=True, **settings)
+    whole = train(program, "replicas=2", steps=8, **settings)
     oracle.assert_same(resumed.model, whole.state, 0)
 
 

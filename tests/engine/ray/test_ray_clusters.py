@@ -138,21 +138,22 @@ def test_a_cluster_of_another_python(no_ray: None, monkeypatch: pytest.MonkeyPat
         train(programs.program(), engine="ray:10.0.0.1:6379", steps=1, progress=False)
 
 
-@pytest.mark.parametrize("name", ["version of Paceline", "version of torch"])
-def test_nodes_with_another_version(engine: RayEngine, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_nodes_with_another_version(engine: RayEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a node that was there at the start; and of one that joined later, as its actor says for itself."""
-    versions = fingerprint.versions()
-    monkeypatch.setattr(actor_pool, "versions", lambda: versions | {name: "9.9"})
-    engine.close()
-    told = rf"{name} is {re.escape(versions[name])} in node .* of the Ray cluster, but 9.9 in main; install the same"
-    with pytest.raises(InputError, match=told):
-        train(programs.program(), "replicas=2", engine=engine, steps=1, progress=False)
+    versions, assignment = fingerprint.versions(), messages.ReplicaAssignment(1, 0, 0, 0, 0)
+    for name in ("version of Paceline", "version of torch"):
+        monkeypatch.setattr(actor_pool, "versions", lambda other=name: versions | {other: "9.9"})
+        engine.close()
+        told = (
+            rf"{name} is {re.escape(versions[name])} in node .* of the Ray cluster, but 9.9 in main; install the same"
+        )
+        with pytest.raises(InputError, match=told):
+            train(programs.program(), "replicas=2", engine=engine, steps=1, progress=False)
+        ended = ReplicaActor().run([], assignment, None, "", versions | {name: "9.9"})
+        assert ended.failure is not None
+        assert "but 9.9 in main" in ended.failure.decode()
     monkeypatch.undo()
     assert train(programs.program(), "replicas=2", engine=engine, steps=1, progress=False).summary["updates"] == 1
-    assignment = messages.ReplicaAssignment(1, 0, 0, 0, 0)
-    ended = ReplicaActor().run([], assignment, None, "", versions | {name: "9.9"})
-    assert ended.failure is not None
-    assert "but 9.9 in main" in ended.failure.decode()
 
 
 def test_a_node_without_paceline() -> None:

@@ -14,6 +14,7 @@ from torch.optim import Adagrad, Adam
 from paceline import InputError, Run, Strategy, WorkerError, launch, train
 from paceline.aggregation.base import Apply, Arrival, Decision, Discard, Release, Unsynchronized
 from paceline.engine.base import Watcher
+from paceline.engine.local.engine import LocalEngine
 from paceline.engine.ray.engine import RayEngine
 from tests import oracle
 from tests.engine import programs
@@ -28,8 +29,7 @@ pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
 OnRay = Callable[..., Run]
 
 
-@pytest.mark.parametrize("servers", [2, 3])
-@pytest.mark.parametrize("name", [*FEATURES, "at borders"])
+@pytest.mark.parametrize(("name", "servers"), [("at borders", 2), ("at borders", 3), *((name, 3) for name in FEATURES)])
 def test_in_lockstep_they_are_one_process(on_ray: OnRay, name: str, servers: int) -> None:
     whole = {"optimizer": functools.partial(Adagrad, lr=0.1)}, 1e-9
     fields, bound = whole if name == "at borders" else FEATURES[name]
@@ -121,23 +121,24 @@ def test_norms_and_agreement_are_of_all_of_a_delta(on_ray: OnRay, servers: int) 
 
 
 @pytest.mark.parametrize("optimizer", [functools.partial(Adam, lr=0.01), functools.partial(Adagrad, lr=0.1)])
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (3, 1), (1, 2)])
-def test_they_go_on_from_what_any_number_has_saved(
-    on_ray: OnRay, tmp_path: Path, optimizer: Any, before: int, after: int
-) -> None:
+def test_they_go_on_from_what_any_number_has_saved(on_ray: OnRay, tmp_path: Path, optimizer: Any) -> None:
     program = programs.program(optimizer=optimizer)
     whole = on_ray(program, "replicas=2", steps=9)
-    on_ray(program, f"replicas=2 servers={before}", steps=5, checkpoint=tmp_path, checkpoint_every="2 steps")
-    resumed = on_ray(program, f"replicas=2 servers={after}", steps=9, checkpoint=tmp_path, resume=True)
-    oracle.assert_same(resumed.model, whole.state, 0)
-    newest_in(tmp_path)
+    for before, after in ((2, 2), (3, 1), (1, 2)):
+        saved = {"checkpoint": tmp_path / f"{before} {after}"}
+        on_ray(program, f"replicas=2 servers={before}", steps=5, checkpoint_every="2 steps", **saved)
+        resumed = on_ray(program, f"replicas=2 servers={after}", steps=9, resume=True, **saved)
+        oracle.assert_same(resumed.model, whole.state, 0)
+        newest_in(saved["checkpoint"])
 
 
-def test_the_local_engine_goes_on_with_what_they_have_saved(on_ray: OnRay, tmp_path: Path) -> None:
-    program = programs.program(**ADAM)
+def test_the_local_engine_goes_on_with_what_they_have_saved(
+    on_ray: OnRay, local_engine: LocalEngine, tmp_path: Path
+) -> None:
+    program, settings = programs.program(**ADAM), {"engine": local_engine, "progress": False}
     on_ray(program, "replicas=2 servers=3", steps=4, checkpoint=tmp_path)
-    resumed = train(program, "replicas=2", steps=8, checkpoint=tmp_path, resume=True, progress=False)
-    whole = train(program, "replicas=2", steps=8, progress=False)
+    resumed = train(program, "replicas=2", steps=8, checkpoint=tmp_path, resume=True, **settings)
+    whole = train(program, "replicas=2", steps=8, **settings)
     oracle.assert_same(resumed.model, whole.state, 0)
 
 

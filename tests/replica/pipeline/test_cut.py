@@ -26,8 +26,8 @@ def evenly(units: Units, parts: int) -> tuple[int, ...]:
     return partition(UnitCosts([1.0] * len(units.groups)), parts, candidates=units.candidates)
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
 def test_parts_chained_are_the_model(name: str, parts: int) -> None:
     job, model, units = from_zoo(name)
     check_cut(cut(units, evenly(units, parts)), model, job.inputs)

@@ -7,8 +7,8 @@ from paceline.replica.capture.capture import capture
 from paceline.replica.pipeline.costs import Costs
 from paceline.replica.pipeline.cut import cut
 from paceline.replica.pipeline.cut_groups import Units, group
+from paceline.replica.pipeline.cut_table import cut_table
 from paceline.replica.pipeline.partition import UnitCosts
-from paceline.replica.pipeline.prepare import cut_table
 from tests.replica.pipeline.cut_models import from_zoo
 
 

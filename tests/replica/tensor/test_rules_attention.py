@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.replica.tensor.rules.attention import sdpa
-from tests.replica.tensor.cases import Case, every_way
+from tests.replica.tensor.cases import SHARDS, Case, every_way
 
 attention = F.scaled_dot_product_attention
 
@@ -51,6 +51,7 @@ CASES = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("shards", SHARDS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_way(case: Case) -> None:
-    every_way(case)
+def test_every_way(case: Case, shards: tuple[int, ...]) -> None:
+    every_way(case, shards)

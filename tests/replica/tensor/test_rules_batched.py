@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.replica.tensor.rules.batched import batched, gather, indexing, prelu, repeat, stack
-from tests.replica.tensor.cases import Case, every_way
+from tests.replica.tensor.cases import SHARDS, Case, every_way
 
 ROWS = torch.tensor([3, 0, 3, 5])
 PLACES = torch.tensor([[0, 1, 2], [5, 4, 4]])
@@ -105,6 +105,7 @@ CASES = (
 )
 
 
+@pytest.mark.parametrize("shards", SHARDS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_way(case: Case) -> None:
-    every_way(case)
+def test_every_way(case: Case, shards: tuple[int, ...]) -> None:
+    every_way(case, shards)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.replica.tensor.rules.convolution import convolution, transposed
-from tests.replica.tensor.cases import Case, every_way
+from tests.replica.tensor.cases import SHARDS, Case, every_way
 
 SPACE = ("space",)
 BOTH = ("filters", "channels", "samples")
@@ -57,6 +57,7 @@ CASES = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("shards", SHARDS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_way(case: Case) -> None:
-    every_way(case)
+def test_every_way(case: Case, shards: tuple[int, ...]) -> None:
+    every_way(case, shards)

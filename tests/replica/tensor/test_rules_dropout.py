@@ -9,7 +9,7 @@ from paceline.replica.tensor.base import GraphEmitter
 from paceline.replica.tensor.placements import PARTIAL, Shard, even_sizes
 from paceline.replica.tensor.rules.attention import ShardedAttention
 from paceline.replica.tensor.rules.dropout import drop_part, dropout
-from tests.replica.tensor.cases import Case, every_way, looked_at, possible
+from tests.replica.tensor.cases import SHARDS, Case, every_way, looked_at, possible
 from tests.replica.tensor.threads import together
 
 
@@ -27,9 +27,10 @@ CASES = (
 )
 
 
+@pytest.mark.parametrize("shards", SHARDS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_way(case: Case) -> None:
-    every_way(case)
+def test_every_way(case: Case, shards: tuple[int, ...]) -> None:
+    every_way(case, shards)
 
 
 def numbers(*shape: int) -> Tensor:

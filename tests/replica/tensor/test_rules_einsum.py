@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from paceline.replica.tensor.rules.einsum import einsum
-from tests.replica.tensor.cases import Case, every_way, planned, same, split_share
+from tests.replica.tensor.cases import SHARDS, Case, every_way, planned, same, split_share
 
 
 def product(equation: str) -> Callable[..., Tensor]:
@@ -34,9 +34,10 @@ CASES = (
 )
 
 
+@pytest.mark.parametrize("shards", SHARDS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_way(case: Case) -> None:
-    every_way(case)
+def test_every_way(case: Case, shards: tuple[int, ...]) -> None:
+    every_way(case, shards)
 
 
 class Attention(torch.nn.Module):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.replica.tensor.rules.elementwise import elementwise
-from tests.replica.tensor.cases import Case, every_way
+from tests.replica.tensor.cases import SHARDS, Case, every_way
 
 MASK = torch.arange(30).reshape(5, 6) % 3 == 0
 
@@ -83,6 +83,7 @@ CASES = (
 )
 
 
+@pytest.mark.parametrize("shards", SHARDS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_way(case: Case) -> None:
-    every_way(case)
+def test_every_way(case: Case, shards: tuple[int, ...]) -> None:
+    every_way(case, shards)

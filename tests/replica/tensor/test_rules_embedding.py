@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.replica.tensor.rules.embedding import embedding
-from tests.replica.tensor.cases import Case, every_way
+from tests.replica.tensor.cases import SHARDS, Case, every_way
 
 TOKENS = torch.randint(11, (5, 6), generator=torch.Generator().manual_seed(4))
 
@@ -38,6 +38,7 @@ CASES = (
 )
 
 
+@pytest.mark.parametrize("shards", SHARDS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_way(case: Case) -> None:
-    every_way(case)
+def test_every_way(case: Case, shards: tuple[int, ...]) -> None:
+    every_way(case, shards)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.replica.tensor.rules.linear import addmm, linear
-from tests.replica.tensor.cases import Case, every_way
+from tests.replica.tensor.cases import SHARDS, Case, every_way
 
 CASES = (
     Case("bias", linear, F.linear, [(5, 7)], [(10, 7), (10,)], names=("column", "row", "samples")),
@@ -19,6 +19,7 @@ CASES = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("shards", SHARDS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_way(case: Case) -> None:
-    every_way(case)
+def test_every_way(case: Case, shards: tuple[int, ...]) -> None:
+    every_way(case, shards)

@@ -16,7 +16,7 @@ from paceline.replica.tensor.placements import Shard
 from paceline.replica.tensor.prepare import plan_program
 from paceline.replica.tensor.rules.elementwise import broadcast_tensors
 from paceline.replica.tensor.rules.losses import ShardedCrossEntropy, cross_entropy, elementwise_loss
-from tests.replica.tensor.cases import Case, every_way
+from tests.replica.tensor.cases import SHARDS, Case, every_way
 from tests.replica.tensor.shard_harness import divided
 from tests.replica.tensor.threads import together
 
@@ -197,9 +197,10 @@ CASES = (
 )
 
 
+@pytest.mark.parametrize("shards", SHARDS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_way(case: Case) -> None:
-    every_way(case)
+def test_every_way(case: Case, shards: tuple[int, ...]) -> None:
+    every_way(case, shards)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])

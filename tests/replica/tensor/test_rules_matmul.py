@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from paceline.replica.tensor.rules.matmul import matmul
-from tests.replica.tensor.cases import Case, every_way
+from tests.replica.tensor.cases import SHARDS, Case, every_way
 
 ALL = ("heads", "samples", "row", "column")
 
@@ -25,6 +25,7 @@ CASES = (
 )
 
 
+@pytest.mark.parametrize("shards", SHARDS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_way(case: Case) -> None:
-    every_way(case)
+def test_every_way(case: Case, shards: tuple[int, ...]) -> None:
+    every_way(case, shards)

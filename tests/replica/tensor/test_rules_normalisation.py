@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from paceline.replica.tensor.placements import Shard
 from paceline.replica.tensor.rules import normalisation, softmax
 from paceline.replica.tensor.tp_group import TPCollectives
-from tests.replica.tensor.cases import Case, every_way
+from tests.replica.tensor.cases import SHARDS, Case, every_way
 from tests.replica.tensor.shard_harness import divided
 from tests.replica.tensor.threads import together
 
@@ -232,6 +232,7 @@ CASES = (
 )
 
 
+@pytest.mark.parametrize("shards", SHARDS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_way(case: Case) -> None:
-    every_way(case)
+def test_every_way(case: Case, shards: tuple[int, ...]) -> None:
+    every_way(case, shards)

@@ -6,7 +6,7 @@ import pytest
 import torch.nn.functional as F
 
 from paceline.replica.tensor.rules.pooling import pooling
-from tests.replica.tensor.cases import Case, every_way
+from tests.replica.tensor.cases import SHARDS, Case, every_way
 
 SPACE = ("space",)
 
@@ -53,6 +53,7 @@ CASES = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("shards", SHARDS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_way(case: Case) -> None:
-    every_way(case)
+def test_every_way(case: Case, shards: tuple[int, ...]) -> None:
+    every_way(case, shards)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from paceline.replica.tensor.placements import Shard
 from paceline.replica.tensor.rules.reduce_cat_slice import concatenation, slice_dim, sum_mean
-from tests.replica.tensor.cases import Case, every_way, planned, same
+from tests.replica.tensor.cases import SHARDS, Case, every_way, planned, same
 
 
 def summed(x: Tensor) -> Tensor:
@@ -68,9 +68,10 @@ CASES = (
 )
 
 
+@pytest.mark.parametrize("shards", SHARDS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_way(case: Case) -> None:
-    every_way(case)
+def test_every_way(case: Case, shards: tuple[int, ...]) -> None:
+    every_way(case, shards)
 
 
 class Joined(nn.Module):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from paceline.replica.tensor.placements import Shard
 from paceline.replica.tensor.rules.reductions import statistic
-from tests.replica.tensor.cases import Case, every_way
+from tests.replica.tensor.cases import SHARDS, Case, every_way
 from tests.replica.tensor.shard_harness import divided
 
 ACROSS = ("across",)
@@ -61,9 +61,10 @@ CASES = (
 )
 
 
+@pytest.mark.parametrize("shards", SHARDS, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_way(case: Case) -> None:
-    every_way(case)
+def test_every_way(case: Case, shards: tuple[int, ...]) -> None:
+    every_way(case, shards)
 
 
 class Normalised(torch.nn.Module):

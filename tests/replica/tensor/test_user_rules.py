@@ -1,5 +1,6 @@
 """The plan keeps shard_rules; what can't be done is refused, with what can."""
 
+import functools
 import re
 
 import pytest
@@ -45,15 +46,19 @@ class Tied(nn.Module):
         return made
 
 
-def captured(model: nn.Module) -> tuple[Captured, torch.Tensor]:
+INPUTS = torch.randn(4, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@functools.cache
+def captured(model: type[nn.Module]) -> tuple[Captured, nn.Module]:
+    """A model of this kind as a graph, and the model; for all tests, which change neither."""
     torch.manual_seed(0)
-    inputs = torch.randn(4, 3, 6, dtype=torch.float64)
-    return capture(model.double(), inputs, operators=True), inputs
+    made = model().double()
+    return capture(made, INPUTS, operators=True), made
 
 
-def planned(model: nn.Module, k: int, asked: dict[str, str]) -> tuple[ShardingPlan, torch.Tensor]:
-    graph, inputs = captured(model)
-    return plan_sharding(operator_graph(graph, k), k, ShardRules(asked)), inputs
+def planned(model: type[nn.Module], k: int, asked: dict[str, str]) -> ShardingPlan:
+    return plan_sharding(operator_graph(captured(model)[0], k), k, ShardRules(asked))
 
 
 def chosen(made: ShardingPlan) -> dict[str, set[str]]:
@@ -80,29 +85,28 @@ def chosen(made: ShardingPlan) -> dict[str, set[str]]:
 def test_an_operator_is_divided_as_asked_and_the_model_stays_the_same(
     asked: dict[str, str], module: str, name: str, k: int
 ) -> None:
-    model = Block()
-    made, inputs = planned(model, k, asked)
+    made = planned(Block, k, asked)
     assert chosen(made)[module] == {name}
-    same(made, model, inputs)
+    same(made, captured(Block)[1], INPUTS)
 
 
 def test_whole_leaves_a_module_whole_and_the_others_to_the_plan() -> None:
-    made, inputs = planned(Block(), 2, {"up": "whole", "attention*": "whole"})
+    made = planned(Block, 2, {"up": "whole", "attention*": "whole"})
     layouts = {name: layout for name, layout in made.parameters.items() if name.startswith(("up", "attention"))}
     assert len(layouts) == 6
     assert all(layout in (REPLICATE, PARTIAL_GRAD) for layout in layouts.values())
     assert chosen(made)["down"] != {""}
-    same(made, made.graph.captured.module, inputs)
+    same(made, made.graph.captured.module, INPUTS)
 
 
 def test_of_patterns_that_match_the_last_counts() -> None:
-    first, _ = planned(Block(), 2, {"up": "row", "*up": "column"})
-    second, _ = planned(Block(), 2, {"*up": "column", "up": "row"})
+    first = planned(Block, 2, {"up": "row", "*up": "column"})
+    second = planned(Block, 2, {"*up": "column", "up": "row"})
     assert (chosen(first)["up"], chosen(second)["up"]) == ({"column"}, {"row"})
 
 
 def test_attention_is_known_by_its_own_name_and_its_output_by_that_of_its_layer() -> None:
-    assert chosen(planned(Block(), 2, {"attention": "heads"})[0])["attention"] >= {"heads"}
+    assert chosen(planned(Block, 2, {"attention": "heads"}))["attention"] >= {"heads"}
 
 
 @pytest.mark.parametrize(
@@ -122,11 +126,11 @@ def test_attention_is_known_by_its_own_name_and_its_output_by_that_of_its_layer(
 )
 def test_what_does_not_fit_is_refused(asked: dict[str, str], k: int, said: str) -> None:
     with pytest.raises(InputError, match=re.escape(said)):
-        planned(Block(), k, asked)
+        planned(Block, k, asked)
 
 
 def test_a_weight_of_two_modules_can_lie_in_one_way_alone() -> None:
     with pytest.raises(InputError, match="divide a parameter that several modules have in more than one way"):
-        planned(Tied(), 2, {"first": "column", "second": "row"})
-    made, inputs = planned(Tied(), 2, {"*": "column"})
-    same(made, made.graph.captured.module, inputs)
+        planned(Tied, 2, {"first": "column", "second": "row"})
+    made = planned(Tied, 2, {"*": "column"})
+    same(made, made.graph.captured.module, INPUTS)

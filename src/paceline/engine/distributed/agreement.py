@@ -45,6 +45,7 @@ def facts(job: Job, start_digest: str) -> dict[str, str]:
         "strategy": str(job.strategy),
         "budget": str(job.budget),
         "checkpoint": str(job.checkpoint),
+        "whether there are callbacks": str(job.callbacks),
         **job.fingerprint,
         "digest of A_0": start_digest,
     }

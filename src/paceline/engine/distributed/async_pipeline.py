@@ -173,8 +173,8 @@ class AsyncPipelineClient(RankClient):
     def _begin(self, kind: StatusKind, measured: Measured) -> None:
         """Begin the exchange of the statuses of a step."""
         now, stop = self._context.clock.now_ns(), self._context.interrupts.count > 0
-        saving = self._context.checkpointer.busy
-        status = RankStatus(kind, measured.samples, measured.finite, stop, measured.loss, now, saving=saving)
+        saving, ends = self._context.checkpointer.busy, self._coordinator.asks_to_end
+        status = RankStatus(kind, measured.samples, measured.finite, stop, measured.loss, now, saving=saving, ends=ends)
         table = torch.zeros(self._shard.pipeline.mesh.workers, FIELDS, dtype=torch.float64)
         table[self._shard.pipeline.rank] = torch.tensor(status.encode(), dtype=torch.float64)
         # With NCCL too, the table goes through the host's memory: nothing there waits for the device.

@@ -8,6 +8,7 @@
 import functools
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,7 @@ from paceline.engine.loop import InterruptGuard
 from paceline.engine.replica_pace import ExchangePace
 from paceline.engine.spmd.rank_registry import StoreSignals
 from paceline.engine.spmd.survival import Survival
-from paceline.engine.worker import WorkerMetrics
+from paceline.engine.worker_metrics import WorkerMetrics
 from paceline.replica.base import GradientSink, Measured
 from paceline.replica.flat_state import FlatState
 
@@ -43,6 +44,7 @@ class ClientContext:
         divergence: compares A among the ranks.
         survival: of the ranks that others leave behind; None: the first death ends the run.
         suspect_after_s: silence after which a rank is suspected, at least.
+        collect_reports: takes what loops of other ranks have reported, on the first rank.
     """
 
     coordinator: ReplicatedCoordinator
@@ -58,6 +60,7 @@ class ClientContext:
     divergence: DivergenceCheck
     survival: Survival | None
     suspect_after_s: Seconds
+    collect_reports: Callable[[], None]
 
 
 class RankClient:
@@ -81,6 +84,10 @@ class RankClient:
 
     def taken_back(self) -> int:
         return 0
+
+    def last_state(self) -> FlatState | None:
+        """Return a copy of A as it is; None where the replica has parameters of its own."""
+        return None if self._context.shard.own is not None else self._coordinator.read().clone()
 
     def pause(self, seconds: Seconds) -> None:
         """Sleep, or until asked to end; a pause not much shorter than a hang is announced to the other ranks."""
@@ -188,13 +195,15 @@ class AllReduceClient(RankClient, GradientSink):
         if context.shadow_passes is not None:  # as many as the longest Δ under way takes
             computing = coordinator.decisions.computing
             context.shadow_passes.catch_up(max((coordinator.batches[r].size for r in computing), default=0))
+        context.collect_reports()
         loss, finite = measured.loss, measured.finite
         if coordinator.late is not None:
             loss, finite = coordinator.late.next(measured.late)
         began, now, stop = time.monotonic_ns(), clock.now_ns(), context.interrupts.count > 0
         saving = context.checkpointer.busy
         joining = context.survival is not None and context.survival.asked()
-        status = RankStatus(kind, measured.samples, finite, stop, loss, now, self._norm, saving, joining)
+        ends = coordinator.asks_to_end
+        status = RankStatus(kind, measured.samples, finite, stop, loss, now, self._norm, saving, joining, ends)
         # All ranks begin the rest of the buckets, then the exchange, in this order; the sums are complete after both.
         if self._overlap is not None:
             self._overlap.flush()

@@ -7,7 +7,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -22,10 +22,12 @@ from paceline.core.registry import register
 from paceline.device import refuse_absent, use
 from paceline.engine.base import Engine, Job, Outcome, Progress, Watcher
 from paceline.engine.checkpointing import Checkpointer, Snapshot, tell
+from paceline.engine.client_worker import ClientWorker, InstrumentedReplica
 from paceline.engine.distributed.agreement import DivergenceCheck, check_job, facts, refuse_differences
 from paceline.engine.distributed.async_pipeline import AsyncPipelineClient, AsyncStageShard
 from paceline.engine.distributed.client import AllReduceClient, ClientContext
 from paceline.engine.distributed.fsdp import refuse_model
+from paceline.engine.distributed.loop_reports import LoopReports
 from paceline.engine.distributed.rank_shard import ModelParallelShard, RankShard, WholeModelShard
 from paceline.engine.distributed.replicated_coordinator import ReplicatedCoordinator, SyncedClock
 from paceline.engine.distributed.replicated_state import RunCopy, SharedRun
@@ -44,10 +46,17 @@ from paceline.engine.spmd.rank_context import (
     extended_timeout,
     open_rank_context,
 )
-from paceline.engine.worker import ClientWorker, InMemorySink, InstrumentedReplica, WorkerMetrics
-from paceline.engine.worker_metrics import SpanLog, training_spans, worker_figures, workers_file
+from paceline.engine.worker_metrics import (
+    InMemorySink,
+    SpanLog,
+    WorkerMetrics,
+    training_spans,
+    worker_figures,
+    workers_file,
+)
 from paceline.replica.base import Replica
 from paceline.replica.flat_state import FlatLayout, digest_of, write
+from paceline.replica.local_sgd import autograd_of
 from paceline.replica.module_utils import materialize
 from paceline.replica.single import Single
 from paceline.support import ENGINE_FEATURES
@@ -170,10 +179,16 @@ class DistributedRun:
         closing.callback(self._spans.close)
         self._metrics = WorkerMetrics(self._sink, place.replica, self._spans.recorder, 0, run_context.per_step)
         self._divergence = DivergenceCheck(context, shard.state.vectors, job.strategy.mesh.parts)
+        self._reports = LoopReports(job, context, watch, by_store=job.engine == DistributedEngine.name)
         self._stop_event = threading.Event()
         """Set by the first Ctrl-C."""
-        self._interrupts = InterruptGuard(self._interrupted)
+        self._interrupts = InterruptGuard(self._interrupted, self._heard)
         context.registry.tells = job.engine == DistributedEngine.name
+
+    def _heard(self, first: str) -> None:
+        """Have it said that a signal ends training, unless the death of a rank does."""
+        if self._context.registry.first_exited() is None:
+            self._watch.heard(first)
 
     def _interrupted(self) -> None:
         """Note a signal that asks to end; torchrun sends SIGTERM when another rank of this host has died."""
@@ -215,6 +230,7 @@ class DistributedRun:
                         "the first of them already; end it after the last"
                     )
                 client.leave()
+            self._reports.collect(at_once=True)
             self._checkpointer.finish(coordinator.now)
             coordinator.finish()
             self._watch(replace(coordinator.loop.history.progress("scoring", coordinator.now), fraction=None))
@@ -284,6 +300,7 @@ class DistributedRun:
             divergence=self._divergence,
             survival=self._context.survival,
             suspect_after_s=self._job.suspect_after_s,
+            collect_reports=self._reports.collect,
         )
         client: AllReduceClient | AsyncPipelineClient
         if isinstance(shard, AsyncStageShard):
@@ -296,7 +313,14 @@ class DistributedRun:
             self._closing.enter_context(inner.sending_gradients(client))
         computing = inner if self._shadow_passes is None else ShadowReplica(inner, self._shadow_passes)
         measured = InstrumentedReplica(computing, self._metrics, client, 0)
-        return client, ClientWorker(run_context, replica, measured, client, self._metrics)
+        own, optimizer = autograd_of(inner), shard.update.optimizer
+
+        def states() -> Sequence[Any]:
+            self._coordinator.settle()
+            return optimizer.states() if optimizer is not None else []
+
+        more: dict[str, Any] = {"report": self._reports.report, "states": None if run_context.local_sgd else states}
+        return client, ClientWorker(run_context, replica, measured, client, self._metrics, autograd=own, **more)
 
     @contextlib.contextmanager
     def _named(self, client: AllReduceClient | AsyncPipelineClient) -> Iterator[None]:
@@ -336,12 +360,14 @@ class DistributedRun:
             peak_saved_bytes=shard.worker.memory.peak_bytes if shard.worker is not None else None,
             optimizer_bytes=0 if optimizer is None else optimizer.nbytes,
         )
-        own = (local_figures, local_records, spans, self._interrupts.first, self._checkpointer.notes())
+        notes = self._checkpointer.notes()
+        own = (local_figures, local_records, spans, self._interrupts.first, notes, history.stopped)
         gathered = context.gather(own, "the others' scores and figures")
         if context.survival is not None and context.is_first:
             context.survival.membership.end()
-        workers, scored, recorded, signals, saved = zip(*gathered, strict=True)
-        notes: dict[str, str | int | float] = {
+        workers, scored, recorded, signals, saved, stopped = zip(*gathered, strict=True)
+        history.stopped = next(filter(None, stopped), None)
+        notes = {
             "threads": threads(self._job.strategy, context.world.local_size),
             "backend": self._backend if context.world.size > 1 else "none",
             **shard.notes(),
@@ -357,7 +383,10 @@ class DistributedRun:
         )
         state = shard.full_state(wanted=True)
         assert state is not None, "it is wanted here"
-        records = history.complete(chain(*scored))
+        known, records = set(map(id, history.records)), history.complete(chain(*scored))
+        for record in records:
+            if id(record) not in known:
+                coordinator.loop.tell(record)
         model = write(materialize(self._job.program, SpillAllocator()), state)
         return Outcome(
             model.state_dict(),

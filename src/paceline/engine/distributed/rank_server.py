@@ -17,16 +17,17 @@ import socket
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from paceline.core.errors import PacelineError, WaitTimeoutError, WorkerError, failure_of, raised_text
 from paceline.core.mesh import Coordinate
 from paceline.core.types import ReplicaId
 from paceline.engine.base import Job, Watcher
-from paceline.engine.checkpointing import LAST_SAVE_S, tell
+from paceline.engine.checkpointing import LAST_SAVE_S
 from paceline.engine.server.calls import Caller
 from paceline.engine.server.messages import Ended, Member, Result, WorkerMeasurements
+from paceline.engine.server.news import NewsReader
 from paceline.engine.server.peer import Peer, PeerError
 from paceline.engine.server.replica_group import with_workers
 from paceline.engine.server.run_control import BackgroundTasks, EventLoopThread, ServerLostError, server_error
@@ -68,7 +69,7 @@ class FirstServer(RankHost):
         job: what is run.
         names: of the ranks, for messages.
         servers: ranks with servers.
-        watch: receives progress, in the thread of the server.
+        watch: receives progress in the thread of the server, and events in another one, which the server awaits.
     """
 
     def __init__(self, address: str, job: Job, names: Sequence[str], servers: Sequence[int], watch: Watcher) -> None:
@@ -83,7 +84,9 @@ class FirstServer(RankHost):
         self._spans: list[Span] = []
         self._measured: dict[Coordinate, WorkerMeasurements] = {}
         self._insisted = False
-        self._told = 0
+        self._reader = NewsReader(job, watch)
+        self._stopped: str | None = None
+        """The reason for which a callback has ended training."""
         self._changed = asyncio.Condition()
         self._opened, self._begun = asyncio.Event(), False
         self._failure: PacelineError | None = None
@@ -188,9 +191,12 @@ class FirstServer(RankHost):
         run, job = self._served, self._prepared
         deadline = time.monotonic() + job.timeout_s
         while self._failure is None:
-            status = await run.stand(self._told)
-            self._tell(status.sentences)
+            status = await run.stand(self._reader.known)
+            await asyncio.to_thread(self._reader.take, status.news)
             self._watch(status.progress)
+            if run.training and self._stopped is None and (reason := self._watch.stopped) is not None:
+                self._stopped = reason
+                await run.interrupt()
             if status.failure is not None:
                 self._fail(status.failure)
             elif status.phase == "done":
@@ -233,9 +239,12 @@ class FirstServer(RankHost):
         await self._until(lambda: len(self._left) == len(self._names))
         mesh = self._prepared.strategy.mesh
         late = sorted({mesh.coordinate(rank).replica for rank in {*range(len(self._names))} - self._left})
-        result = await self._served.result(late, next(iter(self._signals), None), self._told)
-        self._tell(result.sentences)
-        account = with_workers(result.account, mesh, self._measured)
+        result = await self._served.result(late, next(iter(self._signals), None), self._reader.known)
+        try:
+            await asyncio.to_thread(self._reader.take, result.news)
+        except PacelineError as error:
+            return error
+        account = replace(with_workers(result.account, mesh, self._measured), stopped=self._stopped)
         return result._replace(account=account, spans=[*self._spans, *result.spans])
 
     async def _leave(self, rank: int, reason: str) -> None:
@@ -279,11 +288,6 @@ class FirstServer(RankHost):
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
-
-    def _tell(self, sentences: Sequence[str]) -> None:
-        self._told += len(sentences)
-        for sentence in sentences:
-            tell(sentence)
 
 
 @dataclass(frozen=True)

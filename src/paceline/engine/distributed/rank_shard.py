@@ -183,7 +183,7 @@ class WholeModelShard(RankShard):
             return FsdpUpdate(job.program, self.fsdp, self.reduce_buffer, self.state, communicator)
         zero = strategy.shard_optimizer
         chosen = strategy.compression == "none" and strategy.device == "cpu" and not job.noise_scale
-        chosen &= not setup.run_context.local_sgd
+        chosen &= not setup.run_context.local_sgd and job.loop is None  # whose optimizer may change the options
         if zero is None and chosen and not job.survives_deaths:  # the state of a rank that dies would be lost
             zero = pays(job.program, setup.layout, setup.backend, world.size)
         if communicator is not None and zero:
@@ -192,7 +192,15 @@ class WholeModelShard(RankShard):
             return ZeroOptimizer(job.program, self.reduce_buffer, shard, group, communicator)
         # The only Δ is the sum of all: a device has no other vectors for it.
         combined = None if self.state.device == CPU or job.noise_scale else self.reduce_buffer.state
-        owner = ServerOptimizer(job.program, setup.run_context.policy, self.state, subtracts=False, combined=combined)
+        context = setup.run_context
+        owner = ServerOptimizer(
+            job.program,
+            context.policy,
+            self.state,
+            subtracts=False,
+            combined=combined,
+            own_steps=lambda: context.own_steps,
+        )
         if communicator is None or strategy.compression == "none":
             return ReplicatedUpdate(self.reduce_buffer, owner)
         return ReplicatedUpdate(self.reduce_buffer, owner, parse(strategy.compression), communicator)

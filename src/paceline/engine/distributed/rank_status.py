@@ -65,7 +65,7 @@ class RankStatus(NamedTuple):
     """The metadata of a rank's contribution to an exchange.
 
     >>> a = RankStatus(StatusKind.delta, 4, finite=True, stop=False, loss=0.0, entered_ns=7)
-    >>> b = RankStatus(StatusKind.delta, 4, finite=True, stop=True, loss=0.5, entered_ns=9)
+    >>> b = RankStatus(StatusKind.delta, 4, finite=True, stop=True, loss=0.5, entered_ns=9, ends=True)
     >>> RankStatus.decode(b.encode()) == b
     True
     >>> RankStatus.merge([a, b]) == b
@@ -76,6 +76,7 @@ class RankStatus(NamedTuple):
         stop: whether the process was asked to end the run.
         saving: whether the process is still writing a checkpoint.
         joining: whether ranks that were started again ask to join.
+        ends: whether a callback of this rank ends training.
         entered_ns: when it entered the exchange, in training time.
         norm: of its Δ; None: norms are not measured in this run.
     """
@@ -89,10 +90,11 @@ class RankStatus(NamedTuple):
     norm: DeltaNorm | None = None
     saving: bool = False
     joining: bool = False
+    ends: bool = False
 
     def encode(self) -> list[float]:
         """Return the row of the status table."""
-        flags = int(self.kind) + 4 * self.finite + 8 * self.stop + 16 * self.saving + 32 * self.joining
+        flags = int(self.kind) + 4 * self.finite + 8 * self.stop + 16 * self.saving + 32 * self.joining + 64 * self.ends
         row = [flags, self.loss, *to_digits(self.samples), *to_digits(self.entered_ns)]
         if self.norm is not None:
             # Roots, since squares may exceed float32; what float32 rounds off a root is a second number.
@@ -114,8 +116,8 @@ class RankStatus(NamedTuple):
             norm = DeltaNorm(square, int(parts), combined, previous, int(previous_samples))
         kind, finite, stop = StatusKind(int(flags) & 3), bool(int(flags) & 4), bool(int(flags) & 8)
         samples, entered_ns = from_digits(integers[:DIGITS]), from_digits(integers[DIGITS:])
-        saving, joining = bool(int(flags) & 16), bool(int(flags) & 32)
-        return cls(kind, samples, finite, stop, loss, entered_ns, norm, saving, joining)
+        saving, joining, ends = (bool(int(flags) & bit) for bit in (16, 32, 64))
+        return cls(kind, samples, finite, stop, loss, entered_ns, norm, saving, joining, ends)
 
     @staticmethod
     def merge(parts: Sequence["RankStatus"]) -> "RankStatus":
@@ -128,8 +130,9 @@ class RankStatus(NamedTuple):
             )
             norm = DeltaNorm(square, norms[-1].parts, combined, previous, norms[-1].previous_samples)
         finite, stop = all(part.finite for part in parts), any(part.stop for part in parts)
-        saving, entered_ns = any(part.saving for part in parts), max(part.entered_ns for part in parts)
-        return RankStatus(last.kind, last.samples, finite, stop, last.loss, entered_ns, norm, saving)
+        saving, ends = any(part.saving for part in parts), any(part.ends for part in parts)
+        entered_ns = max(part.entered_ns for part in parts)
+        return RankStatus(last.kind, last.samples, finite, stop, last.loss, entered_ns, norm, saving, ends=ends)
 
 
 def to_digits(number: int) -> list[int]:

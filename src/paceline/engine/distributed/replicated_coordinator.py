@@ -8,7 +8,8 @@
 
 Every rank runs the same policy on the same metadata. There is no server to ask, so a decision costs no message. A is
 the same on all ranks, so rank k mod P alone copies and evaluates snapshot k, after training. Where a record may end the
-run (``until=``), rank 0 evaluates at once, and training time stands still until all ranks have the record.
+run (``until=``, ``callbacks=``), rank 0 evaluates at once, and training time stands still until all ranks have the
+record.
 """
 
 import functools
@@ -131,6 +132,11 @@ class ReplicatedCoordinator:
         self.staged: Callable[[], None] | None = None
         """Makes of A what the update under way has made of it on a rank that has gone further; None: it is made."""
 
+    @property
+    def asks_to_end(self) -> bool:
+        """Whether callbacks of this rank end training; all ranks end it after the exchange in which one says so."""
+        return self.loop.ended() and self.loop.history.stopped is not None
+
     def begin(self) -> None:
         """Evaluate A_0 and send it to all replicas; all ranks are ready."""
         self.loop.evaluate_if_due(self.now)
@@ -178,7 +184,7 @@ class ReplicatedCoordinator:
             loop.arrived(Arrival(replica, version, clock, status.samples, arrived_s, finite, loss))
             loop.handled(self.now)
         self.interrupted |= any(status.stop for status in statuses)
-        self.over |= self.interrupted or not decisions.present
+        self.over |= self.interrupted or not decisions.present or any(status.ends for status in statuses)
         loop.display(self.now)
 
     def replicated(self) -> list[bytes]:
@@ -213,7 +219,7 @@ class ReplicatedCoordinator:
     def died(self, exit: ReplicaExit) -> None:
         """Have the policy go on without a replica; others take the batches that it was at work on."""
         replica = exit.replica
-        self.loop.exits.append(exit)
+        self.loop.exits.append(exit)  # callbacks are told of it once a first rank is known
         self.decisions.left(replica, "died")
         self.attempts[replica] = self.decisions.positions[replica].attempt
         self.batches[replica] = NO_BATCHES
@@ -224,14 +230,14 @@ class ReplicatedCoordinator:
         self.settle()
         self.loop.history.read_late()
         self.decisions.finish()
-        if self._job.budget.until is None or not self.loop.history.is_current(self.now):
+        if not self._job.live or not self.loop.history.is_current(self.now):
             self.loop.evaluate_final(self.now)
 
     def _evaluate(self, now: Seconds) -> None:
-        """Copy A to be evaluated after training; with a condition that ends it, evaluate it now, for all ranks."""
+        """Copy A to be evaluated after training; where records may end that, evaluate it now, for all ranks."""
         self.settle()
         info, world, queue = self.loop.history.snapshot(now), self._world, self._queue
-        if self._job.budget.until is None:
+        if not self._job.live:
             members = self._rank_context.members
             local = members[self._snapshots % len(members)] == world.rank
             self._snapshots += 1

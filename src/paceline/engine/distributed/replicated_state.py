@@ -77,7 +77,7 @@ class SharedRun(ReplicatedState):
         self._optimizer = shard.update.optimizer
 
     def changed(self, generation: Generation) -> None:
-        coordinator, peers = self._coordinator, self._context.registry.peers
+        coordinator, peers, known = self._coordinator, self._context.registry.peers, len(self._coordinator.loop.exits)
         for rank, reason in sorted(generation.left.items()):
             coordinator.died(ReplicaExit(rank, reason, coordinator.now))
         version = coordinator.decisions.version
@@ -90,6 +90,8 @@ class SharedRun(ReplicatedState):
             if self._context.is_first:
                 tell(f"{peers[rank]} joins again at update {version}")
         run_context.first_rank = self._context.members[0]
+        for exit in coordinator.loop.exits[known:]:
+            coordinator.loop.tell(exit)
         if self._context.is_first and generation.left:
             self._checkpointer.take_over()
             lost = "; ".join(f"{peers[rank]} {reason}" for rank, reason in sorted(generation.left.items()))

@@ -65,7 +65,7 @@ class ServedRank:
         """Whether this rank is on another host than the first server."""
         self._signals = queue.SimpleQueue[bool]()
         """An entry for each Ctrl-C; False: the run is over."""
-        self._interrupts = InterruptGuard(lambda: self._signals.put(True))
+        self._interrupts = InterruptGuard(lambda: self._signals.put(True), watch.heard)
         self._addresses = self._meet(backend, device, digest_of(self._module, state.layout))
         self._servers = list[SocketPeer]()
 

@@ -6,7 +6,7 @@ is empty, or whose replica has left. Such a rank runs the pass on any batch and 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -66,7 +66,7 @@ class ShadowPasses:
             inputs, targets = (map_tree(lambda t: t.to(device), x) for x in (self._batch.input, self._batch.target))
             with program.autocast(device):
                 loss = program.loss(call(self._module, inputs), targets)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         finally:
             for each in self._communicating:
                 each.absent = False
@@ -79,8 +79,7 @@ class ShadowPasses:
     def _batch(self) -> Batch:
         """The first batch with samples; it is read without the loader's own workers."""
         job = self._context.job
-        plain = replace(job.program, loader={k: v for k, v in job.program.loader.items() if k == "collate_fn"})
-        return BatchSource(plain, self._context.order, self._context.replicas).first()
+        return BatchSource(job.program.without_workers(), self._context.order, self._context.replicas).first()
 
 
 @dataclass

@@ -133,6 +133,7 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
     with socket.socket(fileno=socket_fd) as link:
         try:
             job: Job = unpack(SharedObject(job_fd))
+            job.torch_settings.apply()
             become_evaluator(idle_only=args["idle_only"])
             module = job.program.build()
             layout = FlatLayout.of(module, job.running_buffers)

@@ -20,7 +20,7 @@ from paceline.aggregation.base import Arrival
 from paceline.checkpoint.base import TensorChunk
 from paceline.comm.fork_server import ForkServer
 from paceline.comm.shared_pickle import share
-from paceline.core.errors import WorkerError
+from paceline.core.errors import CallbackError, WorkerError
 from paceline.core.noise_scale import NoiseAccumulator
 from paceline.core.records import WorkerFigures
 from paceline.core.types import Nanoseconds, ReplicaId, Seconds
@@ -39,6 +39,7 @@ from paceline.engine.process_supervisor import Event
 from paceline.engine.run_context import RunContext, first_state, threads
 from paceline.engine.scaling import scaling_files
 from paceline.engine.server_optimizer import ServerOptimizer
+from paceline.engine.spmd.capturing import preparing
 from paceline.engine.worker_metrics import SpanLog, training_spans, worker_figures, workers_file
 from paceline.replica.flat_state import write
 from paceline.replica.noise_estimator import NoiseEstimator
@@ -96,7 +97,7 @@ class LocalRun:
             optimizer.flat_optimizer.point_at(first)
         self._spans = SpanLog(job.trace, SERVER)
         closing.callback(self._spans.close)
-        self._workers = workers = WorkerProcesses(fork_server, self._arena, self._shared_job, job, entry)
+        self._workers = workers = WorkerProcesses(fork_server, self._arena, self._shared_job, job, watch, entry)
         closing.callback(workers.close)
         self._interrupts = workers.interrupts
         self._faults = FaultInjector(script, workers.signal)
@@ -137,7 +138,7 @@ class LocalRun:
             self._start()
             try:
                 seconds = self._train()
-            except WorkerError:  # A itself is good
+            except (WorkerError, CallbackError):  # A itself is good
                 self._checkpointer.finish(self._now())
                 raise
             self._checkpointer.finish(seconds)
@@ -149,17 +150,21 @@ class LocalRun:
 
     def _start(self) -> None:
         job, workers = self._job, self._workers
-        self._watch(Progress("starting", 0.0))
+        work, cores = preparing(job.strategy), len(os.sched_getaffinity(0))
+        if not job.strategy.spread:
+            count = self._first_replicas
+            work = f"starting {count} worker{'s' * (count > 1)} on {cores} core{'s' * (cores > 1)}"
+        self._watch(Progress("starting", 0.0, work=work))
         workers.start(self._first_replicas)
         self._evaluation = EvaluationProcess(
             job,
             self._fork_server,
             self._shared_job,
             self._server.state.layout,
-            idle_only=job.budget.until is None,  # else the end of the run waits for records
+            idle_only=not job.live,  # else the end of the run waits for records
         )
         self._closing.callback(self._evaluation.close)
-        workers.wait_ready(lambda ready: self._watch(Progress("starting", ready)))
+        workers.wait_ready(lambda ready: self._watch(Progress("starting", ready, work=work)))
         workers.poller.add(self._evaluation.link.fileno(), ("scored", 0))
         others = {"coordinator": {"pid": os.getpid()}, "scorer": {"pid": self._evaluation.child.pid}}
         mesh, processes = job.strategy.mesh, workers.supervisor.processes
@@ -175,7 +180,7 @@ class LocalRun:
         if not interrupts.count:
             coordinator.begin()
             self._membership.decided()
-        while coordinator.present and not loop.condition_met and not interrupts.count:
+        while coordinator.present and not loop.ended() and not interrupts.count:
             if loop.expire(self._now()):
                 self._membership.decided()
             wait_s = loop.tick(self._now())
@@ -287,7 +292,7 @@ class LocalRun:
 
     def _evaluate(self, now: Seconds) -> None:
         self._evaluation.hand_in(self._server.state, self._loop.history.snapshot(now))
-        if self._job.budget.until is not None and not self._evaluation.alive:
+        if self._job.live and not self._evaluation.alive:
             self._loop.keep(self._evaluation.evaluate_rest())  # the run waits for it
 
     def _settle(self) -> None:

@@ -180,19 +180,19 @@ class ReplicaMembership:
 
     def _died(self, replica: ReplicaId, status: str) -> None:
         """Let a run go on without a replica that has died, or with other workers in its place, or end it."""
-        on_death, exits, now = self._job.on_death, self._loop.exits, self._context.now()
+        on_death, now = self._job.on_death, self._context.now()
         if on_death == "stop":
-            exits.append(ReplicaExit(replica, status, now))
+            self._loop.exited(ReplicaExit(replica, status, now))
             raise WorkerError(
                 f"replica {replica} died at its step {self._server.attempts[replica]}: {status}; write "
                 "on_death='replace' to have others take its place"
             )
         fewest = len(self._staying) <= (self._job.strategy.least_replicas or 0)
         if (on_death == "replace" or fewest) and not self._workers.interrupts.count:
-            exits.append(ReplicaExit(replica, f"{status}; replaced", now))
+            self._loop.exited(ReplicaExit(replica, f"{status}; replaced", now))
             self._replace(replica, status)
             return
-        exits.append(ReplicaExit(replica, status, now))
+        self._loop.exited(ReplicaExit(replica, status, now))
         self._lost.add(replica)
         self.starting.pop(replica, None)
         self._joining.discard(replica)

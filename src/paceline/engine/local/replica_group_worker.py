@@ -19,15 +19,17 @@ from typing import Any
 
 from paceline.core.mesh import Coordinate
 from paceline.core.types import Clock, Version
+from paceline.engine.base import LoopEvent
+from paceline.engine.client_worker import ClientWorker, InstrumentedReplica
 from paceline.engine.local.arena import ArenaLayout, ParameterArena
 from paceline.engine.local.own_state import OwnStates
-from paceline.engine.local.worker_main import SharedMemoryClient, connected
+from paceline.engine.local.worker_main import SharedMemoryClient, connected, report_to_main
 from paceline.engine.local.worker_processes import PEER_DIED
 from paceline.engine.run_context import RunContext, set_threads_and_seed
 from paceline.engine.spmd.group_member import GroupMember, error_message, open_member
 from paceline.engine.spmd.process_group import Rendezvous
 from paceline.engine.spmd.replica_group import CommandPipe, EndCommand, Leave, PeerExited, send_all
-from paceline.engine.worker import ClientWorker, InstrumentedReplica, WorkerMetrics
+from paceline.engine.worker_metrics import WorkerMetrics
 from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.trace.recorder import NullRecorder, Recorder
 
@@ -72,7 +74,7 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
                 ready = functools.partial(link.send, json.dumps(told).encode())
                 if leads:
                     client = SharedMemoryClient(member.memory.arena, place.replica, own_fd, main_fd)
-                    worker.lead(client, pipes, ready, args["first"])
+                    worker.lead(client, pipes, ready, args["first"], functools.partial(report_to_main, link))
                 else:
                     worker.follow(pipes[0], ready)
         except PeerExited as error:
@@ -122,12 +124,13 @@ class _Worker:
         pipes: Sequence[CommandPipe],
         ready: Callable[[], object],
         first: int,
+        report: Callable[[LoopEvent], None],
     ) -> None:
         """Run the replica's loop after ``first`` micro-steps of replicas before it, after a call of ``ready``."""
         metrics = self._metrics(2 * self._member.parameter_bytes)
         leader = self._member.leader(pipes, client, self._go_on(client.attempt))
         measured = InstrumentedReplica(leader, metrics, client, self._member.parameter_bytes)
-        worker = ClientWorker(self._member.run, self._place.replica, measured, client, metrics, first)
+        worker = ClientWorker(self._member.run, self._place.replica, measured, client, metrics, first, report=report)
         ready()
         worker.run(self._member.run.job.loop)
         send_all(pipes, EndCommand())

@@ -28,17 +28,17 @@ from paceline.core.errors import encode_failure
 from paceline.core.mesh import Coordinate
 from paceline.core.types import Clock, Nanoseconds, ReplicaId, Seconds, Version
 from paceline.device import CPU, synchronize, use
-from paceline.engine.base import Job
+from paceline.engine.base import Job, LoopEvent, loop_message
+from paceline.engine.client_worker import ClientWorker, GrantedClient, InstrumentedReplica, check_in_forward
 from paceline.engine.local.arena import ArenaLayout, ParameterArena
 from paceline.engine.local.control_block import ARRIVED, CANCELLED, Completion, Grant
 from paceline.engine.local.own_state import OwnStates
 from paceline.engine.local.parallel_update import SliceOptimizer
 from paceline.engine.run_context import RunContext, set_threads_and_seed
-from paceline.engine.worker import ClientWorker, GrantedClient, InstrumentedReplica, WorkerMetrics, check_in_forward
-from paceline.engine.worker_metrics import remove_workers_file
+from paceline.engine.worker_metrics import WorkerMetrics, remove_workers_file
 from paceline.replica.base import Measured
 from paceline.replica.flat_state import FlatLayout, FlatState
-from paceline.replica.local_sgd import LocalSGD, WritesInPlace
+from paceline.replica.local_sgd import LocalSGD, WritesInPlace, autograd_of
 from paceline.trace.recorder import NullRecorder, Recorder
 
 
@@ -67,7 +67,8 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
         check_in_forward(module, client)
         inner = context.replica(replica, module, layout, recorder)
         measured = InstrumentedReplica(inner, metrics, client, layout.parameter_bytes)
-        worker = ClientWorker(context, replica, measured, client, metrics, args["first"])
+        own, report = autograd_of(inner), functools.partial(report_to_main, link)
+        worker = ClientWorker(context, replica, measured, client, metrics, args["first"], report=report, autograd=own)
         states = OwnStates.of(arena)
         if states is not None and isinstance(inner, (LocalSGD, WritesInPlace)):
             states.begin(context, replica, client.attempt, inner)
@@ -77,6 +78,11 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
         worker.run(job.loop)
         if states is not None and isinstance(inner, WritesInPlace):
             states.leave_last(replica, client.attempt, inner)
+
+
+def report_to_main(link: socket.socket, event: LoopEvent) -> None:
+    """Send main what a loop reports."""
+    link.send(json.dumps(loop_message(event)).encode())
 
 
 def _say_orphaned(client: "SharedMemoryClient", replica: ReplicaId) -> None:
@@ -102,6 +108,7 @@ def connected(
     with socket.socket(fileno=link_fd) as link:
         try:
             job: Job = unpack(SharedObject(job_fd))
+            job.torch_settings.apply()
             if job.out is not None:
                 liveness.last_acts.append(functools.partial(remove_workers_file, job.out))
             yield job, link
@@ -185,6 +192,18 @@ class SharedMemoryClient(GrantedClient):
         state = state if state is not None else self._arena.readonly_version(self.grant.buffer)
         state.version = self.grant.version
         return state
+
+    def last_state(self) -> FlatState | None:
+        """Return a copy of the newest A that is whole before and after copying; None: replicas write where it is."""
+        if self._in_place or self._arena.layout.own_bytes:
+            return None
+        versions = self._control.versions
+        while True:
+            buffer = max(range(len(versions)), key=versions.__getitem__)
+            version = versions[buffer]
+            state = self._arena.readonly_version(buffer).clone()
+            if versions[buffer] == version:
+                return state
 
     def delta_buffer(self) -> FlatState:
         if self._in_place:

@@ -17,7 +17,7 @@ from paceline.comm.shared_pickle import SharedObject
 from paceline.comm.wakeup import EventFd, Wakeup
 from paceline.core.errors import WaitTimeoutError, WorkerError, failure_of, raised_text
 from paceline.core.types import ReplicaId, Seconds
-from paceline.engine.base import Job
+from paceline.engine.base import Job, Watcher, loop_event
 from paceline.engine.local.arena import ParameterArena
 from paceline.engine.loop import InterruptGuard
 from paceline.engine.process_supervisor import EXIT_OK, ProcessSupervisor
@@ -43,12 +43,20 @@ class WorkerProcesses:
         arena: of the run.
         shared_job: the job, in shared memory.
         job: the same.
+        watch: takes what loops report.
         entry: of the process of a replica's only worker, "package.module:function".
     """
 
     def __init__(
-        self, fork_server: ForkServer, arena: ParameterArena, shared_job: SharedObject, job: Job, entry: str = ENTRY
+        self,
+        fork_server: ForkServer,
+        arena: ParameterArena,
+        shared_job: SharedObject,
+        job: Job,
+        watch: Watcher,
+        entry: str = ENTRY,
     ) -> None:
+        self._watch = watch
         self.supervisor = ProcessSupervisor(fork_server)
         self._mesh, self._spread, self._timeout_s = job.strategy.mesh, job.strategy.spread, job.timeout_s
         prepares = job.strategy.spread or job.strategy.compile
@@ -85,7 +93,7 @@ class WorkerProcesses:
         self.wakeup = Wakeup(self.eventfd, arena.control.sleep_flag(None))
         """Main's own, for workers to notify."""
         self._fds = (arena.segment.fd, shared_job.fd), (self.eventfd.fileno(), self._remote_link.fileno())
-        self.interrupts = InterruptGuard(self.eventfd.set)
+        self.interrupts = InterruptGuard(self.eventfd.set, watch.heard)
         """Counts Ctrl-C while the run has entered it."""
         self.living: set[ReplicaId] = set()
         """The replicas that have a worker whose exit has not been handled."""
@@ -214,6 +222,9 @@ class WorkerProcesses:
             if "ready" in message:
                 self._ready.add(message["ready"])
                 self._kept[self._mesh.coordinate(message["ready"]).replica] = message.get("kept", {})
+                continue
+            if (reported := loop_event(message)) is not None:
+                self._watch.event(reported)
                 continue
             error = failure_of(message)
             if "refused" in message:  # what can't be done as written can't be done by a replacement either

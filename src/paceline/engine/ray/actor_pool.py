@@ -80,7 +80,7 @@ class ActorPool:
             WaitTimeoutError: not all have started in time.
             PacelineError: one can't be started.
         """
-        idle_only = job.budget.until is None
+        idle_only = not job.live
         workers = job.strategy.mesh.per_replica
         if gpus != self._gpus or workers != self._workers:
             self.drop([*self.replicas, self.spare])

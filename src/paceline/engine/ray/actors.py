@@ -12,6 +12,7 @@ import torch
 from paceline.checkpoint.fingerprint import differences, versions
 from paceline.comm.linux import keep_freed_memory
 from paceline.core.errors import InputError
+from paceline.engine.base import Job
 from paceline.engine.server import messages
 from paceline.engine.server.evaluation import EvaluatorHost
 from paceline.engine.server.messages import Bytes
@@ -55,7 +56,9 @@ class ServerActor(Actor, ServerHost):
 
     async def receive(self, parts: Sequence[Bytes]) -> None:
         """Begin a run of this job, which is packed."""
-        self.prepare(messages.unpack(parts))
+        job: Job = messages.unpack(parts)
+        job.torch_settings.apply()
+        self.prepare(job)
 
 
 class EvaluatorActor(Actor, EvaluatorHost):
@@ -63,7 +66,9 @@ class EvaluatorActor(Actor, EvaluatorHost):
 
     def receive(self, parts: Sequence[Bytes]) -> None:
         """Begin a run of this job, which is packed."""
-        self.prepare(messages.unpack(parts))
+        job: Job = messages.unpack(parts)
+        job.torch_settings.apply()
+        self.prepare(job)
 
 
 @final

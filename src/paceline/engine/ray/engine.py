@@ -65,7 +65,7 @@ class RayEngine(Engine):
         from paceline.engine.ray.actor_pool import ActorPool
         from paceline.engine.ray.ray_run import RayRun
 
-        with InterruptGuard(lambda: None) as interrupts, ExitStack() as closing:
+        with InterruptGuard(lambda: None, watch.heard) as interrupts, ExitStack() as closing:
             self._cluster = self._cluster or Cluster(self._address)
             self._pool = self._pool or ActorPool()
             self._runs += 1

@@ -9,18 +9,18 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import ray
 
 from paceline.checkpoint.fingerprint import versions
-from paceline.core.errors import WaitTimeoutError, WorkerError, failure_of, raised_text
+from paceline.core.errors import CallbackError, WaitTimeoutError, WorkerError, failure_of, raised_text
 from paceline.core.mesh import Coordinate
 from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.base import Job, Outcome, Progress, Watcher
-from paceline.engine.checkpointing import tell
 from paceline.engine.loop import TICK_S, InterruptGuard
 from paceline.engine.ray.actor_pool import GLANCE_S, ActorPool, exit_reason, gpus_of_worker
 from paceline.engine.ray.actors import CONTROL, RayPeer, WorkerLocation
@@ -29,6 +29,7 @@ from paceline.engine.ray.server_client import ServerClient
 from paceline.engine.run_context import first_state
 from paceline.engine.scaling import ScaleRequests, fitting, scaling_files
 from paceline.engine.server import messages
+from paceline.engine.server.news import NewsReader
 from paceline.engine.server.replica_group import with_workers
 from paceline.engine.server_optimizer import usual_servers
 from paceline.engine.spmd.rank_context import PREPARATION_S
@@ -72,7 +73,8 @@ class RayRun:
         self._module, state = first_state(job.program, job.running_buffers)
         self._layout = state.layout
         self._job_parts: Any = ray.put(messages.pack(job))
-        self._server = ServerClient(job, self._job_parts, number, actors)
+        self._reader = NewsReader(job, watch)
+        self._server = ServerClient(job, self._job_parts, number, actors, self._reader)
         self._running: dict[Any, tuple[messages.ReplicaAssignment, Coordinate]] = {}
         """Future result of a worker's actor -> the part of its replica, and its place."""
         self._places: dict[Any, tuple[Coordinate, Any]] = {}
@@ -86,6 +88,8 @@ class RayRun:
         self._status_request: Any = None
         self._requested_s = 0.0
         self._begun = self._interrupted = False
+        self._stopped: str | None = None
+        """The reason for which a callback has ended training."""
         self._interrupts = interrupts
         self._requests = ScaleRequests(job.out, job.strategy)
         self._room = fitting(job.strategy, cluster.cores())
@@ -110,8 +114,8 @@ class RayRun:
             enough = min(interrupts.count, 1) + 1
             self._poll(lambda: self._status.phase == "done", enough=enough)
             result: messages.Result = self._server.call("result", late, interrupts.first)
-            self._tell(result.sentences)
-        except WorkerError:
+            self._reader.take(result.news)
+        except (WorkerError, CallbackError):
             self._save_end()
             raise
         finally:
@@ -125,7 +129,7 @@ class RayRun:
         model = write(self._module, messages.state_of(self._layout, result.state))
         spans = training_spans([*self._spans, *result.spans], result.began_ns) if self._job.trace else []
         account = self._server.noted(with_workers(result.account, self._job.strategy.mesh, self._measured))
-        return Outcome(model.state_dict(), model, result.history, account, spans)
+        return Outcome(model.state_dict(), model, result.history, replace(account, stopped=self._stopped), spans)
 
     # ------------------------------------------------------------------------------------------------------ the phases
 
@@ -173,10 +177,15 @@ class RayRun:
                 actors.keep_spare()
 
     def _poll(self, done: Callable[[], bool], *, until: float = math.inf, enough: int = 2) -> None:
-        """Handle events until ``done``, the time ``until``, or ``enough`` Ctrl-C; the first one ends training."""
+        """Handle events until ``done``, the time ``until``, or ``enough`` Ctrl-C; the first one ends training.
+
+        So does a callback, once training has begun.
+        """
         interrupts, server = self._interrupts, self._server
         while not done() and interrupts.count < enough and time.monotonic() < until:
-            if interrupts.count and not self._interrupted:
+            if self._begun and self._status.phase == "training" and self._stopped is None:
+                self._stopped = self._watch.stopped
+            if (interrupts.count or self._stopped is not None) and not self._interrupted:
                 self._interrupted = True
                 server.call("interrupt")
             if self._status_request is None:
@@ -212,7 +221,7 @@ class RayRun:
         self._requested_s = time.monotonic()
         if self._interrupted and self._status.phase == "training":
             self._server.call("interrupt")  # a server that has taken over knows of none
-        self._tell(self._status.sentences)
+        self._reader.take(self._status.news)
         if self._status.failure is not None:
             raise self._status.failure
         self._watch(self._status.progress)
@@ -322,10 +331,4 @@ class RayRun:
         """Have the server save the run after a worker has failed, for A itself is good; do nothing where it is lost."""
         if self._begun and self._job.checkpoint is not None:
             with contextlib.suppress(WorkerError, WaitTimeoutError):
-                self._tell(self._server.call("save_end"))
-
-    def _tell(self, sentences: Sequence[str]) -> None:
-        """Tell the user what the server says."""
-        self._server.told += len(sentences)
-        for sentence in sentences:
-            tell(sentence)
+                self._reader.take(self._server.call("save_end"))

@@ -83,6 +83,7 @@ class ReplicaActor(Actor):
         try:
             refuse_other_versions(versions)  # this node may have joined the cluster later
             job: Job = messages.unpack(parts)
+            job.torch_settings.apply()
             patience_s = job.timeout_s if job.strategy.standby else 0.0
             links = ServerLinks(assignment.run, [*map(RayPeer, servers)], patience_s)
             self._links = links

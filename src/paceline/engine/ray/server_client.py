@@ -30,12 +30,13 @@ from paceline.engine.ray.actor_pool import ActorPool, exit_reason, new_server
 from paceline.engine.ray.actors import CONTROL, RayPeer
 from paceline.engine.server.event_log import StandbyLostError
 from paceline.engine.server.messages import FIRSTS_STANDBY, Member
+from paceline.engine.server.news import NewsReader
 from paceline.engine.worker_metrics import update_workers_file
 
 # New standbys that are started after one another before main gives up.
 MOST_STANDBYS = 10
 
-# Methods whose result has the sentences that the user was not told; their last argument says how many were.
+# Methods whose result has what main does not know; their last argument says what it knows.
 TELLING = ("stand", "save_end", "result")
 
 
@@ -47,9 +48,10 @@ class ServerClient:
         job_parts: reference of the packed job.
         number: of the run.
         actors: of the engine.
+        reader: takes what the server tells main.
     """
 
-    def __init__(self, job: Job, job_parts: Any, number: int, actors: ActorPool) -> None:
+    def __init__(self, job: Job, job_parts: Any, number: int, actors: ActorPool, reader: NewsReader) -> None:
         self._job, self._job_parts, self._number, self._actors = job, job_parts, number, actors
         # The server answers nobody while it writes the last checkpoint.
         self.patience_s = job.timeout_s + (LAST_SAVE_S if job.checkpoint is not None else 0.0)
@@ -64,8 +66,7 @@ class ServerClient:
         """A call of each other server, and of each standby of several, that fails when that process is lost."""
         self.losses: list[str] = []
         """A sentence for each server that was lost."""
-        self.told = 0
-        """How many of the present server's sentences the user was told."""
+        self._reader = reader
 
     def open(self, replicas: list[Any]) -> None:
         """Begin the run at the servers, and at the standby."""
@@ -97,7 +98,7 @@ class ServerClient:
 
     def begin(self, method: str, *args: Any) -> Any:
         """Begin a call of a method of the server's run; return the reference of its result."""
-        known = (self.told,) if method in TELLING else ()
+        known = (self._reader.known,) if method in TELLING else ()
         return self._actors.server.ask.remote(method, *args, *known)
 
     def call(self, method: str, *args: Any) -> Any:
@@ -187,7 +188,7 @@ class ServerClient:
             raise WorkerError(f"the server died ({reason}), and A with it: its standby failed: {lost}") from lost
         self._turn_replicas(0, actors.server)
         seconds = time.monotonic() - began
-        self.told = 0
+        self._reader.another_server()
         self.losses.append(f"the server died ({reason}); its standby took over at update {updates}")
         tell(f"{self.losses[-1]}, within {seconds:.1f} s")
         self._name("coordinator", actors.server)

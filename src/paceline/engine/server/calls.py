@@ -7,19 +7,21 @@
               tell: a method of the caller, whose result nobody waits for
 
 A message is pickled, its large arrays apart, as they are in memory; it is unpickled from those alone who have proven
-to know the token of the host.
+to know the token of the host. Between processes of which neither has started the other, nor a launcher both, it is JSON
+(:data:`JSON`), of which nothing is executed.
 """
 
 import asyncio
 import contextlib
 import inspect
 import itertools
+import json
 import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -35,6 +37,38 @@ _COUNT, _SIZE = struct.Struct("<I"), struct.Struct("<Q")
 # Parts of the longest message: more come from no caller.
 _MOST_PARTS = 1 << 20
 
+# Name in JSON of an array, which follows as a part of its own.
+_ARRAY = "\0array"
+
+
+class Codec(NamedTuple):
+    """How messages become parts, and parts a message."""
+
+    pack: Callable[[Any], Sequence[Bytes]]
+    unpack: Callable[[Sequence[Bytes]], Any]
+
+
+def _as_json(message: Any) -> list[Bytes]:
+    arrays = list[Bytes]()
+
+    def apart(value: Any) -> Any:
+        if not isinstance(value, np.ndarray):
+            raise TypeError(f"{type(value).__name__} is no message")
+        arrays.append(value)
+        return {_ARRAY: len(arrays)}
+
+    text = json.dumps(message, default=apart).encode()
+    return [np.frombuffer(text, np.uint8), *arrays]
+
+
+def _of_json(parts: Sequence[Bytes]) -> Any:
+    return json.loads(bytes(parts[0]), object_hook=lambda found: parts[found[_ARRAY]] if _ARRAY in found else found)
+
+
+PICKLE = Codec(pack, unpack)
+JSON = Codec(_as_json, _of_json)
+"""Numbers, texts, lists, mappings and arrays of bytes; named tuples arrive as lists."""
+
 
 @final
 class SocketPeer(Peer):
@@ -44,14 +78,17 @@ class SocketPeer(Peer):
         address: of the host.
         hello: says who calls.
         told: takes the method and the arguments of what the host tells this process, in a thread of its own.
+        codec: of messages, the host's.
 
     Raises:
         OSError: there is no way to it.
         EOFError: what listens there does not know the token.
     """
 
-    def __init__(self, address: StreamAddress, hello: Any, told: Callable[..., None] | None = None) -> None:
-        self._socket, self._told = wire.connect(address, hello), told
+    def __init__(
+        self, address: StreamAddress, hello: Any, told: Callable[..., None] | None = None, codec: Codec = PICKLE
+    ) -> None:
+        self._socket, self._told, self._codec = wire.connect(address, hello), told, codec
         self._socket.settimeout(None)
         self._sending, self._numbers = threading.Lock(), itertools.count(1)
         self._pending: dict[int, Future[Any]] = {}
@@ -69,7 +106,7 @@ class SocketPeer(Peer):
             try:
                 if self._lost:
                     raise OSError(self._lost)
-                wire.send_all(self._socket, _frame((number, method, args)))
+                wire.send_all(self._socket, _frame(self._codec.pack((number, method, args))))
             except OSError as error:
                 if self._pending.pop(number, None) is not None:
                     future.set_exception(PeerLostError(str(error)))
@@ -93,7 +130,8 @@ class SocketPeer(Peer):
             with self._socket:
                 while True:
                     (count,) = _COUNT.unpack(wire.read(self._socket, _COUNT.size))
-                    number, failure, value = unpack([self._read_part() for _ in range(_checked(count))])
+                    parts = [self._read_part() for _ in range(_checked(count))]
+                    number, failure, value = self._codec.unpack(parts)
                     if number == 0:
                         if self._told is not None:
                             self._told(*value)
@@ -122,10 +160,11 @@ class Caller:
     Args:
         connection: that does not block.
         host: whose methods are called.
+        codec: of messages.
     """
 
-    def __init__(self, connection: socket.socket, host: object) -> None:
-        self._connection, self._host = connection, host
+    def __init__(self, connection: socket.socket, host: object, codec: Codec = PICKLE) -> None:
+        self._connection, self._host, self._codec = connection, host, codec
         self._sending, self._tasks = asyncio.Lock(), BackgroundTasks()
 
     async def serve(self) -> None:
@@ -137,7 +176,8 @@ class Caller:
         try:
             while True:
                 (count,) = _COUNT.unpack(await wire.received(self._connection, _COUNT.size))
-                number, method, args = unpack([await self._received_part() for _ in range(_checked(count))])
+                parts = [await self._received_part() for _ in range(_checked(count))]
+                number, method, args = self._codec.unpack(parts)
                 self._tasks.start(self._answer(number, method, args))
         finally:
             self._tasks.cancel()
@@ -163,7 +203,7 @@ class Caller:
         loop = asyncio.get_running_loop()
         with contextlib.suppress(OSError):  # whoever reads sees that it has ended
             async with self._sending:
-                for part in _frame(message):
+                for part in _frame(self._codec.pack(message)):
                     await loop.sock_sendall(self._connection, part)
 
     async def _received_part(self) -> Bytes:
@@ -173,9 +213,8 @@ class Caller:
         return part
 
 
-def _frame(message: Any) -> list[memoryview]:
+def _frame(parts: Sequence[Bytes]) -> list[memoryview]:
     """Return a message as what is sent: the number of parts, then the size of each and the part."""
-    parts = pack(message)
     frame = [memoryview(_COUNT.pack(len(parts)))]
     for part in parts:
         frame += [memoryview(_SIZE.pack(part.nbytes)), part.data]

@@ -57,7 +57,8 @@ class LateReplicas:
                 "the server",
                 excused_until=lambda r: records[r].excused_s,
                 attempt=lambda r: records[r].attempt,
-                busy=lambda: state.queue.full,  # replicas wait for the evaluator
+                # Replicas wait for the evaluator; or none has to be there, and who is silent is ended.
+                busy=lambda: state.queue.full or self._job.joins,
             )
         notes = self.pace.notes()
         return notes if notes != {kind: state.notes.get(kind) for kind in notes} else None

@@ -15,6 +15,7 @@ from paceline.core.errors import PacelineError
 from paceline.core.records import Account, Record
 from paceline.core.types import Clock, Nanoseconds, ReplicaId, Seconds, Version
 from paceline.engine.base import Progress
+from paceline.engine.server.news import NOTHING, News
 from paceline.engine.worker_metrics import Figures
 from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.trace.spans import Span
@@ -47,7 +48,11 @@ def state_of(layout: FlatLayout, arrays: Sequence[Bytes]) -> FlatState:
         if not all(array.flags.writeable for array in arrays):
             ignoring.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore", UserWarning)  # as above
-        vectors = [torch.from_numpy(a).view(b.dtype) for a, b in zip(arrays, blocks, strict=True)]
+        # numpy gives an empty array no stride, by which torch could view it as another dtype.
+        vectors = [
+            torch.from_numpy(a).view(b.dtype) if a.size else torch.empty(0, dtype=b.dtype)
+            for a, b in zip(arrays, blocks, strict=True)
+        ]
     return FlatState(layout, vectors[: len(layout.parameters)], vectors[len(layout.parameters) :])
 
 
@@ -154,8 +159,7 @@ class RunStatus(NamedTuple):
     failure: PacelineError | None
     waiting: tuple[ReplicaId, ...]
     """Replicas that have not built their model."""
-    sentences: tuple[str, ...] = ()
-    """For the user, those that main does not know yet."""
+    news: News = NOTHING
     suspects: tuple[Suspect, ...] = ()
     lost: Mapping[Member, str] = {}
     """Servers that are no more, but for the first, and why."""
@@ -170,5 +174,4 @@ class Result(NamedTuple):
     spans: list[Span]
     began_ns: Nanoseconds
     """By the server's clock."""
-    sentences: tuple[str, ...]
-    """As above."""
+    news: News

@@ -19,13 +19,14 @@ from typing import final
 from paceline.comm.shared_memory import ALIGNMENT
 from paceline.core.data_order import BatchRange
 from paceline.core.types import Clock, Nanoseconds, Seconds, Version
+from paceline.engine.client_worker import GrantedClient
 from paceline.engine.own_states import OwnState
 from paceline.engine.server import messages
 from paceline.engine.server.delta_codec import DeltaCodec
 from paceline.engine.server.messages import ReplicaAssignment
 from paceline.engine.server.push_buffers import PushBuffers
 from paceline.engine.server.server_link import PendingCall, PendingPush, ServerLinks
-from paceline.engine.worker import GrantedClient, InMemorySink
+from paceline.engine.worker_metrics import InMemorySink
 from paceline.replica.base import Measured
 from paceline.replica.flat_slices import FlatSlice
 from paceline.replica.flat_state import FlatState
@@ -185,6 +186,10 @@ class PushClient(GrantedClient):
     def taken_back(self) -> int:
         count, self._taken_back = self._taken_back, 0
         return count
+
+    def last_state(self) -> FlatState | None:
+        """Return None: nobody writes to what was pulled last."""
+        return None
 
     def push(self, measured: Measured, *, cancelled: bool = False) -> None:
         self._under_way, replies = False, list[messages.Reply]()

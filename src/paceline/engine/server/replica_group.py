@@ -11,6 +11,7 @@ what is pushed is one Δ.
 """
 
 import contextlib
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -18,6 +19,7 @@ from paceline.comm.shm.rendezvous import SegmentAddress
 from paceline.core.mesh import Coordinate, Mesh
 from paceline.core.records import Account, WorkerFigures
 from paceline.core.types import Version
+from paceline.engine.client_worker import ClientWorker, InstrumentedReplica
 from paceline.engine.own_states import OwnState, own_bytes
 from paceline.engine.run_context import RunContext, set_threads_and_seed
 from paceline.engine.server import messages
@@ -30,8 +32,7 @@ from paceline.engine.server.server_link import ServerLinks
 from paceline.engine.server_optimizer import server_slices
 from paceline.engine.spmd.group_member import GroupMember, open_member
 from paceline.engine.spmd.replica_group import CommandPipe, EndCommand, Leave, send_all
-from paceline.engine.worker import ClientWorker, InMemorySink, InstrumentedReplica, WorkerMetrics
-from paceline.engine.worker_metrics import SpanLog, worker_figures
+from paceline.engine.worker_metrics import InMemorySink, SpanLog, WorkerMetrics, worker_figures
 from paceline.replica.flat_state import FlatLayout, FlatState
 
 
@@ -139,7 +140,8 @@ def lead(gang: Gang, assignment: ReplicaAssignment, links: ServerLinks, cancel: 
         metrics = WorkerMetrics(sink, replica, spans.recorder, 2 * size, context.per_step)
         client.waited = metrics.waited
         measured = InstrumentedReplica(member.leader(pipes, client, lambda _: None), metrics, client, size)
-        worker = ClientWorker(context, replica, measured, client, metrics, assignment.micro_steps)
+        report = functools.partial(links.first.call, "reported")
+        worker = ClientWorker(context, replica, measured, client, metrics, assignment.micro_steps, report=report)
         for pipe in pipes:
             pipe.answer("its start")
         links.first.call("ready", replica, assignment.incarnation, dict(member.kept))

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from paceline.core.types import Nanoseconds
 from paceline.engine.base import Job
+from paceline.engine.client_worker import ClientWorker, InstrumentedReplica, check_in_forward
 from paceline.engine.own_states import OwnState, own_bytes
 from paceline.engine.run_context import RunContext, set_threads_and_seed
 from paceline.engine.server.delta_codec import DeltaCodec
@@ -16,10 +17,9 @@ from paceline.engine.server.push_buffers import PushBuffers
 from paceline.engine.server.push_client import CancelFlag, PushClient
 from paceline.engine.server.server_link import ServerLink, ServerLinks
 from paceline.engine.server_optimizer import server_slices
-from paceline.engine.worker import ClientWorker, InMemorySink, InstrumentedReplica, WorkerMetrics, check_in_forward
-from paceline.engine.worker_metrics import SpanLog
+from paceline.engine.worker_metrics import InMemorySink, SpanLog, WorkerMetrics
 from paceline.replica.flat_state import FlatLayout
-from paceline.replica.local_sgd import LocalSGD
+from paceline.replica.local_sgd import LocalSGD, autograd_of
 from paceline.trace.spans import Span
 
 # Requests for another host's clock; the fastest answer counts.
@@ -50,7 +50,11 @@ def run_replica(job: Job, assignment: ReplicaAssignment, links: ServerLinks, can
         check_in_forward(module, client)
         inner = context.replica(replica, module, layout, spans.recorder)
         measured = InstrumentedReplica(inner, metrics, client, layout.parameter_bytes)
-        worker = ClientWorker(context, replica, measured, client, metrics, assignment.micro_steps)
+        own, made = autograd_of(inner), assignment.micro_steps
+        report = functools.partial(links.first.call, "reported")
+        worker = ClientWorker(
+            context, replica, measured, client, metrics, made, report=report, autograd=own, servers=links.count
+        )
         if most and isinstance(inner, LocalSGD):
             kept = client.go_on(functools.partial(OwnState.of, inner))
             if kept is not None:

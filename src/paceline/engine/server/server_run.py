@@ -39,6 +39,7 @@ from paceline.engine.server.evaluation import ServerEvaluation
 from paceline.engine.server.event_log import EventLog
 from paceline.engine.server.first_server_link import OBSERVE
 from paceline.engine.server.late_replicas import LateReplicas
+from paceline.engine.server.news import Known, News, ServerNews
 from paceline.engine.server.other_servers import OtherServers
 from paceline.engine.server.peer import Notified, Peer
 from paceline.engine.server.push_stream import PushListener
@@ -74,20 +75,18 @@ class ServerRun:
     ) -> None:
         self._job, self._number, self._state, self._others = job, number, state, others
         self._loop, self._coordinator = state.loop, state.coordinator
-        self._run = run = RunControl(state.loop.start_s, state.began)
+        self.control = self._run = run = RunControl(state.loop.start_s, state.began)
         self._log = EventLog(number, state, run.changed.set, job.suspect_after_s)
-        self._sentences: list[str] = []
-        """All that the user was to be told."""
-        self._checkpointer = Checkpointer(state.context, state.loop, self._snapshot, say=self._sentences.append)
+        self._end_saved, self._news = False, ServerNews(state.loop)
+        self._checkpointer = Checkpointer(state.context, state.loop, self._snapshot, say=self._news.sentences.append)
+        self._news.saved, self.reported = self._checkpointer.saved, self._news.reported
         state.executor.before_change = self._checkpointer.settle
         executor, most = state.executor, own_bytes(state.context, state.executor.part.whole)
-        pushes = PushListener.of(state.context, executor.part, self.push, executor.allocate, most)
+        self.pushes = pushes = PushListener.of(state.context, executor.part, self.push, executor.allocate, most)
         self._listener = Listener(address, lambda c, hello: pushes.serve(c, hello["memory"]))
         whole = lambda state: others.joined("snapshot", state, executor.slices)  # noqa: E731
         self._evaluation = ServerEvaluation(job, state.queue, scorer, self._keep, run.fail, whole)
-        self._late = LateReplicas(job, state)
-        self._replies = Replies(state, self._log.settled)
-        self._end_saved = False
+        self._late, self._replies = LateReplicas(job, state), Replies(state, self._log.settled)
         self._task: asyncio.Task[None] | None = None
         self._processes = ReplicaProcesses(number, replicas, state, self._log.settled)
         executor.cancelled = self._processes.cancel
@@ -252,22 +251,22 @@ class ServerRun:
         """Go on without a standby, which can not take over any more."""
         await self._log.release()
 
-    async def stand(self, known: int) -> messages.RunStatus:
-        """Return the state of the run, at its next change or after a tick; main knows so many sentences."""
+    async def stand(self, known: Known) -> messages.RunStatus:
+        """Return the state of the run, at its next change or after a tick, with what main does not know."""
         run, state = self._run, self._state
         await wait_for(run.changed, TICK_S)
         phase: messages.Phase = "done" if run.done else state.phase
         waiting, progress = state.building, state.progress(phase, run.now())
-        suspects, sentences = self._late.suspects, tuple(self._sentences[known:])
+        suspects, news = self._late.suspects, self._news.since(known)
         await self._log.settled(for_main=True)
-        return messages.RunStatus(phase, progress, run.failure, waiting, sentences, suspects, dict(self._others.ended))
+        return messages.RunStatus(phase, progress, run.failure, waiting, news, suspects, dict(self._others.ended))
 
-    async def save_end(self, known: int) -> tuple[str, ...]:
-        """Save the run as it is now, for a worker has failed; return the sentences that main does not know."""
+    async def save_end(self, known: Known) -> News:
+        """Save the run as it is now, for a worker has failed; return what main does not know."""
         self._save_end()
-        return tuple(self._sentences[known:])
+        return self._news.since(known)
 
-    async def result(self, late: Sequence[ReplicaId], signal: str | None, known: int) -> messages.Result:
+    async def result(self, late: Sequence[ReplicaId], signal: str | None, known: Known) -> messages.Result:
         """Return the result, also where a signal breaks the run off; the replicas ``late`` did not end in time."""
         loop, state = self._loop, self._state
         if state.phase in ("starting", "training"):
@@ -280,7 +279,7 @@ class ServerRun:
         notes = {"threads": threads(self._job.strategy), "server_optimizer_bytes": optimizer_bytes}
         account = state.account(self._checkpointer.notes() | self._late.pace.notes() | notes, signal)
         arrays, spans = messages.arrays_of(whole), state.executor.spans.read()
-        return messages.Result(arrays, records, account, spans, self._run.began, tuple(self._sentences[known:]))
+        return messages.Result(arrays, records, account, spans, self._run.began, self._news.since(known))
 
     def close(self) -> None:
         """Break the run off and release its resources."""
@@ -344,10 +343,10 @@ class ServerRun:
 
     async def _train(self) -> None:
         """Train to the end of the budget, and wait for the records."""
-        run, state, coordinator = self._run, self._state, self._coordinator
+        run, state = self._run, self._state
         try:
             run.changed.set()
-            while state.phase == "training" and not run.over and coordinator.present:
+            while state.phase == "training" and not run.over and state.goes_on(run.now()):
                 now = run.now()
                 wait_s = self._change("tick", now)
                 if wait_s is None:
@@ -360,7 +359,7 @@ class ServerRun:
                 self._save_if_due()
                 await wait_for(run.wake, wait_s)
             else:  # not the end of the budget
-                if all(state.records[r].dead for r in state.members) and not run.over:
+                if all(state.records[r].dead for r in state.members) and not (run.over or self._job.joins):
                     raise self._loop.all_died()
             if state.phase != "scoring":
                 self._finish()

@@ -17,7 +17,7 @@ from paceline.core.records import Account, Record, ReplicaExit
 from paceline.core.types import Nanoseconds, ReplicaId, Seconds
 from paceline.engine.base import Job, Progress
 from paceline.engine.evaluation import EvaluationQueue
-from paceline.engine.loop import RunLoop
+from paceline.engine.loop import TICK_S, RunLoop
 from paceline.engine.own_states import keeps_own_state
 from paceline.engine.replacement import DeathCounter
 from paceline.engine.run_context import RunContext
@@ -104,8 +104,11 @@ class ServerState:
         Returns:
             How long to wait for events; None: the budget is spent.
         """
-        self.loop.expire(now)
-        return self.loop.tick(now)
+        if self.coordinator.present:
+            self.loop.expire(now)
+            return self.loop.tick(now)
+        wait_s = self.loop.tick(now)
+        return wait_s if wait_s is None else TICK_S  # no deadline of the policy's concerns anybody
 
     def arrived(
         self,
@@ -140,8 +143,8 @@ class ServerState:
         record = self.records[replica]
         record.measured(figures)
         record.step_times, record.finished = [*step_times], True
-        if self.phase == "training":
-            self.coordinator.left(replica, "done")
+        if self.phase == "training":  # others take the batches with which a process leaves that may do so at any time
+            self.coordinator.left(replica, "died" if self.context.job.joins else "done")
 
     def scaled(self, replicas: int, now: Seconds) -> list[ReplicaId]:
         """Let replicas leave, or join, so that there are so many; return those whose processes are to be started."""
@@ -174,7 +177,7 @@ class ServerState:
         if not present:  # it has made its last step, and can be called back no more
             self.coordinator.left(replica, "died")
             return
-        self.loop.exits.append(ReplicaExit(replica, f"{status}; replaced" if replaced else status, now))
+        self.loop.exited(ReplicaExit(replica, f"{status}; replaced" if replaced else status, now))
         if replaced:
             self._deaths.died(replica, self.completed(replica), status)
             self.starting[replica] = now
@@ -213,7 +216,18 @@ class ServerState:
     @property
     def fewest(self) -> bool:
         """Return whether there are as few replicas as the bounds allow, so that one that dies is replaced."""
-        return len(self.staying) <= (self.context.job.strategy.least_replicas or 0)
+        job = self.context.job
+        return not job.joins and len(self.staying) <= (job.strategy.least_replicas or 0)
+
+    def goes_on(self, now: Seconds) -> bool:
+        """Return whether a Δ may still arrive: replicas take part, or may join while the budget lasts."""
+        job, budget = self.context.job, self.context.job.budget
+        if self.coordinator.present or not job.joins:
+            return bool(self.coordinator.present)
+        if budget.amount is None:
+            return bool(self.joining) or budget.until is not None
+        # Who joins next is replica 0, whose share counts what others of this number were granted.
+        return self.loop.history.spent(now) < budget.amount and not self.loop.dispatcher.quota.spent(0)
 
     def completed(self, replica: ReplicaId) -> int:
         """Return the newest attempt of a replica that is complete."""

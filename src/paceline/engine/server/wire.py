@@ -61,11 +61,20 @@ class Listener:
     Args:
         host: address of the interface that it listens at.
         serve: serves a connection, which does not block, to whom has said this hello; it is closed afterwards.
+        port: that it listens at; 0: any that is free.
+        token: None: a new one.
     """
 
-    def __init__(self, host: str, serve: Callable[[socket.socket, Any], Awaitable[None]]) -> None:
-        self._host, self._serve = host, serve
-        self._token = secrets.token_bytes(_MAC_BYTES)
+    def __init__(
+        self,
+        host: str,
+        serve: Callable[[socket.socket, Any], Awaitable[None]],
+        *,
+        port: int = 0,
+        token: bytes | None = None,
+    ) -> None:
+        self._host, self._port, self._serve = host, port, serve
+        self._token = token or secrets.token_bytes(_MAC_BYTES)
         self._address: StreamAddress | None = None
         self._opening = 0
         self._tasks = BackgroundTasks()
@@ -76,7 +85,7 @@ class Listener:
             return self._address
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
-            listening = socket.create_server((self._host, 0), family=family, backlog=MOST_OPENING)
+            listening = socket.create_server((self._host, self._port), family=family, backlog=MOST_OPENING)
         except OSError:
             return None
         name = f"paceline-{secrets.token_hex(16)}" if sys.platform == "linux" else ""

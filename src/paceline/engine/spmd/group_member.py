@@ -33,7 +33,7 @@ from paceline.engine.spmd.replica_group import (
 )
 from paceline.engine.spmd.shard_views import owned_names, part_of
 from paceline.engine.spmd.tensor_parallel_rank import TensorParallelRank
-from paceline.engine.worker import WorkerMetrics
+from paceline.engine.worker_metrics import WorkerMetrics
 from paceline.replica.base import Replica, micro_steps
 from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.replica.local_sgd import KeepsState

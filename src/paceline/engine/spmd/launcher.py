@@ -19,7 +19,8 @@ import pickle
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol, TypeAlias
 
@@ -36,12 +37,14 @@ from paceline.core import errors
 from paceline.core.errors import PacelineError, kind_and_text
 from paceline.core.types import Seconds
 from paceline.engine import ENGINES
-from paceline.engine.base import Job, Outcome, Progress, Watcher
+from paceline.engine.base import Job, LoopEvent, Outcome, Progress, RunEvent, Watcher
 from paceline.engine.loop import InterruptGuard
 from paceline.engine.process_supervisor import EXIT_OK, REASON_S, RankProcesses
+from paceline.engine.spmd.capturing import preparing
 from paceline.engine.spmd.launch_env import BACKEND, LaunchEnv
 from paceline.engine.spmd.process_group import Rendezvous
 from paceline.engine.spmd.rank_context import RankContext, open_rank_context
+from paceline.engine.torch_settings import TorchSettings
 from paceline.engine.worker_metrics import remove_workers_file
 
 # How often main looks for Ctrl-C and the deadline if nothing happens.
@@ -50,38 +53,53 @@ TICK_S: Seconds = 1.0
 # Longest wait for the ranks to end by themselves after one has sent its failure.
 END_S: Seconds = 1.0
 
+# Largest message by which main asks rank 0 to end training.
+REASON_BYTES = 4096
 
 # Longest wait for all answers: longer than the ranks' own timeouts.
 LONGEST_S: Seconds = 3600.0
 
 # torch.export imports its _trace at the first call: 0.4 s in torch 2.13.
 # Modules that a fork server imports so that no rank has to.
-PRELOAD = ("torch", "torch._dynamo", "torch.distributed.tensor", "torch.export._trace", __name__)
+PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch.export._trace",
+    "torch.fx._graph_pickler",
+    __name__,
+)
 
 
-def run_ranks(job: Job, engine: str, fork_server: ForkServer, watch: Watcher) -> Outcome:
+def run_ranks(
+    job: Job,
+    engine: str,
+    fork_server: Callable[[], ForkServer],
+    watch: Watcher,
+    capture: Callable[[], bytes | None],
+) -> Outcome:
     """Run a job on ranks of this host, one for each worker of its strategy, and return its outcome.
 
     Args:
         job: what the ranks run.
         engine: name of the engine in each rank; it must take the name of a backend.
-        fork_server: spawns the ranks.
-        watch: receives the progress of rank 0.
+        fork_server: returns what spawns the ranks, once it has imported what they need.
+        watch: receives progress and events of rank 0, and what the loops of all ranks log.
+        capture: captures the model for them, while they start.
 
     Raises:
         PacelineError: the first that a rank has sent; or a rank ended without a message.
     """
-    watch(Progress("starting", 0.0))
-    training, forwarded = False, 0
+    training, forwarded, asked = False, 0, False
     failure: PacelineError | None = None
     outcome: Outcome | None = None
     with contextlib.ExitStack() as closing:
         if job.out is not None:
             closing.callback(remove_workers_file, job.out)
+        ranks = closing.enter_context(_started(job, engine, fork_server, capture))
+        watch(Progress("starting", None, work=preparing(job.strategy)))
         interrupt = closing.enter_context(contextlib.closing(EventFd()))
-        interrupts = closing.enter_context(InterruptGuard(interrupt.set))
-        ranks = RankProcesses(fork_server, f"{__name__}:rank_main", job.strategy.workers, job, {"engine": engine})
-        closing.callback(ranks.close)
+        interrupts = closing.enter_context(InterruptGuard(interrupt.set, watch.heard))
         ranks.supervisor.poller.add(interrupt.fileno(), ("interrupt", 0))
         while ranks.supervisor.running and time.monotonic() < ranks.deadline:
             for kind, rank in ranks.poll(TICK_S):
@@ -92,13 +110,18 @@ def run_ranks(job: Job, engine: str, fork_server: ForkServer, watch: Watcher) ->
                     if ranks.exits[rank] != EXIT_OK:
                         ranks.limit(REASON_S)
                     continue
-                message, fds, _, _ = socket.recv_fds(ranks.links[rank], MESSAGE_BYTES, 1)
+                try:
+                    message, fds, _, _ = socket.recv_fds(ranks.links[rank], MESSAGE_BYTES, 1)
+                except ConnectionResetError:  # it has ended without reading what it was sent; its own words come next
+                    continue
                 match pickle.loads(message) if message else None:
                     case None:  # the rank has closed its end
                         ranks.supervisor.poller.remove(ranks.links[rank].fileno())
                     case "progress", progress:
                         training = True
                         watch(progress)
+                    case "event", event:
+                        watch.event(event)
                     case "failed", error_class, text:
                         failure = failure or getattr(errors, error_class)(text)
                         ranks.limit(END_S)
@@ -112,6 +135,10 @@ def run_ranks(job: Job, engine: str, fork_server: ForkServer, watch: Watcher) ->
             if training and interrupts.count > forwarded:
                 forwarded = interrupts.count
                 ranks.supervisor.signal(ranks.supervisor.running, signal.SIGINT)
+            if not asked and (reason := watch.stopped) is not None:
+                asked = True
+                with contextlib.suppress(OSError):  # the rank has ended
+                    ranks.links[0].send(reason.encode()[:REASON_BYTES])
         if failure is not None:
             raise failure
         if outcome is None:
@@ -119,6 +146,32 @@ def run_ranks(job: Job, engine: str, fork_server: ForkServer, watch: Watcher) ->
         if interrupts.first is not None:  # the ranks know of SIGINT alone
             outcome = replace(outcome, account=replace(outcome.account, signal=interrupts.first))
         return outcome
+
+
+@contextlib.contextmanager
+def _started(
+    job: Job,
+    engine: str,
+    fork_server: Callable[[], ForkServer],
+    capture: Callable[[], bytes | None],
+) -> Iterator[RankProcesses]:
+    """Context manager: the ranks, which have the capture of their model or are about to receive it."""
+
+    def start() -> RankProcesses:
+        return RankProcesses(fork_server(), f"{__name__}:rank_main", job.strategy.workers, job, {"engine": engine})
+
+    with contextlib.ExitStack() as closing:
+        # A thread: it waits for the fork server, which imports, and this one computes.
+        with ThreadPoolExecutor(1, "starting ranks") as thread:
+            starting = thread.submit(start)
+            try:
+                captured = capture()
+            finally:
+                ranks = starting.result()
+                closing.callback(ranks.close)
+        with contextlib.closing(ObjectSender()) as sender:
+            sender.post(captured, ranks.links)
+        yield ranks
 
 
 def rank_main(args: dict[str, Any], fds: Sequence[int]) -> None:
@@ -133,12 +186,21 @@ def rank_main(args: dict[str, Any], fds: Sequence[int]) -> None:
     rank = args["rank"]
     with socket.socket(fileno=link_fd) as link:
 
-        def watch(progress: Progress) -> None:
-            if rank == 0:
-                link.send(pickle.dumps(("progress", progress)))
+        def send(kind: str, value: Progress | RunEvent) -> None:
+            if rank == 0 or isinstance(value, LoopEvent):
+                link.send(pickle.dumps((kind, value)))
 
+        def asked() -> str | None:
+            try:
+                return link.recv(REASON_BYTES, socket.MSG_DONTWAIT).decode(errors="ignore") or None
+            except BlockingIOError:
+                return None
+
+        watch = Watcher(functools.partial(send, "progress"), functools.partial(send, "event"), asked)
         try:
             job: Job = unpack(SharedObject(job_fd))
+            job.torch_settings.apply()
+            job = replace(job, captured=functools.partial(_captured, link))
             if job.out is not None:
                 liveness.last_acts.append(functools.partial(remove_workers_file, job.out))
             Rendezvous.by_file(rank, args["size"], args["store"]).join(job.timeout_s)
@@ -154,6 +216,13 @@ def rank_main(args: dict[str, Any], fds: Sequence[int]) -> None:
             with contextlib.suppress(OSError):  # main has ended, or has closed its end
                 link.send(pickle.dumps(("failed", *kind_and_text(rank, error))))
             raise SystemExit(1) from error
+
+
+def _captured(link: socket.socket) -> bytes | None:
+    """Return main's capture of the model, which is the first that it sends."""
+    with contextlib.closing(ObjectReceiver(link)) as receiver:
+        content: bytes | None = receiver.collect()
+        return content
 
 
 # Computes this rank's answer to a request; all ranks get the same request, and call it together.
@@ -182,7 +251,8 @@ class WorkerPool:
     """
 
     def __init__(self, work: PoolWork, size: int, threads: int, fork_server: ForkServer) -> None:
-        self._ranks = RankProcesses(fork_server, f"{__name__}:pool_main", size, work, {"threads": threads})
+        shared = work, TorchSettings()
+        self._ranks = RankProcesses(fork_server, f"{__name__}:pool_main", size, shared, {"threads": threads})
         self._sender = ObjectSender()
         self._receivers = [ObjectReceiver(link) for link in self._ranks.links]
 
@@ -232,13 +302,15 @@ def pool_main(args: dict[str, Any], fds: Sequence[int]) -> None:
 
     Args:
         args: ``rank``, ``size``, ``threads``, and ``store``, the path of the rendezvous file.
-        fds: the work, and a socket for requests and answers.
+        fds: the work with torch's settings, and a socket for requests and answers.
     """
     keep_freed_memory()
     work_fd, link_fd = fds
     with socket.socket(fileno=link_fd) as link:
         try:
-            work: PoolWork = unpack(SharedObject(work_fd))
+            work: PoolWork
+            work, settings = unpack(SharedObject(work_fd))
+            settings.apply()
             torch.set_num_threads(args["threads"])
             Rendezvous.by_file(args["rank"], args["size"], args["store"]).join(work.timeout_s)
             try:

@@ -1,6 +1,5 @@
 """One rank of a pipeline: its parts of the model and of A, its subgroups, and the replica that computes Δ with them."""
 
-import os
 from collections.abc import Sequence
 from typing import final
 
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from paceline.core.errors import InputError
 from paceline.device import CPU
 from paceline.engine.run_context import first_batch
+from paceline.engine.spmd.capturing import share_of
 from paceline.engine.spmd.communicator import Communicator
 from paceline.engine.spmd.p2p import ProcessGroupP2P, Routes
 from paceline.engine.spmd.rank_context import RankSetup, extended_timeout
@@ -39,6 +39,7 @@ from paceline.replica.single import GradientHandoff
 from paceline.replica.tensor.optimizer_check import refuse_unless_elementwise
 from paceline.replica.tensor.placements import PARTIAL_GRAD, shard_layout
 from paceline.replica.tensor.tp_group import PartialGrads
+from paceline.schedule.dependencies import Dependencies
 from paceline.strategy import Strategy
 from paceline.trace.recorder import AnyRecorder
 
@@ -89,9 +90,13 @@ class PipelineRank(ModelParallelRank):
         """Collectives with the other replicas of this stage; None: it has one replica."""
         batch = first_batch(job)
         with extended_timeout(self.context):
-            prepared = prepare_cut(job.program, job.strategy, module, batch, self._agreement())
+            share = share_of(job, self.context)
+            prepared = prepare_cut(job.program, job.strategy, module, batch, self._agreement(), share)
             self.cut = prepared.cut
-            self.needs = part_dependencies(job.program, self.cut, module, batch)
+            # Rank 0 runs the parts for that while another one verifies the cut.
+            own = part_dependencies(job.program, self.cut, module, batch) if self.context.world.rank == 0 else None
+            needs: Dependencies = self.context.gather(own, "which parts of the model need which")[0]
+            self.needs = needs
             """Parts whose values each part needs."""
             self._stage_of = [self.order.worker_of(p.number, len(mesh.stage_workers)) for p in self.cut.parts]
             names = [list(tensors_of(part.module)) for part in self.cut.parts]
@@ -206,7 +211,7 @@ class PipelineRank(ModelParallelRank):
                 )
 
     def _agreement(self) -> Agree:
-        """Return how all ranks agree on rank 0's partition; if cores are few, the others start after it has chosen.
+        """Return how all ranks agree on rank 0's partition; the others wait while it measures.
 
         A run that goes on keeps the cut that it had, and so does a replica whose workers were replaced: measured times
         might say another, and dropout draws by stage.
@@ -221,10 +226,5 @@ class PipelineRank(ModelParallelRank):
             chosen: Boundaries = self.context.gather(own, "where the model is cut")[0]
             return chosen
 
-        world = self.context.world
-        if world.rank == 0:
-            return lambda choose: first_choice(choose())
-        if world.local_size <= len(os.sched_getaffinity(0)):
-            return lambda _: first_choice(())
-        chosen = first_choice(())
-        return lambda _: chosen
+        first = self.context.world.rank == 0
+        return lambda choose: first_choice(choose() if first else ())

@@ -6,8 +6,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,8 @@ class StoreSignals:
     _store: Store | BoundedStore
     _rank: int
     _size: int
+    _reports: Counter[int] = field(default_factory=Counter[int])
+    """Reports of each rank: that it has left, or that the first one has read."""
 
     def report_failure(self, error: PacelineError) -> PacelineError:
         """Report why the run ends, unless another rank has; return the error that all ranks raise."""
@@ -176,6 +179,18 @@ class StoreSignals:
         """Return when the last of the extended timeouts ends; 0: there is none."""
         names = [f"extended {rank}" for rank in range(self._size)]
         return max((int(self._store.get(name)) for name in names if self._store.check([name])), default=0)
+
+    def report(self, text: str) -> None:
+        """Leave a report for the first rank."""
+        self._reports[self._rank] += 1
+        self._store.set(f"report {self._rank} {self._reports[self._rank]}", text)
+
+    def reports(self) -> Iterator[str]:
+        """Yield the reports of all ranks that were not read yet."""
+        for rank in range(self._size):
+            while self._store.check([name := f"report {rank} {self._reports[rank] + 1}"]):
+                self._reports[rank] += 1
+                yield self._store.get(name).decode()
 
     def answer_ping(self) -> None:
         """Give a sign of life if a rank has asked for it."""

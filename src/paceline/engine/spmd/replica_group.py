@@ -25,7 +25,7 @@ from paceline.core.types import Clock, Seconds, Version
 from paceline.device import synchronize
 from paceline.engine.spmd.communicator import Communicator
 from paceline.engine.spmd.shard_views import ShardViews, StageSharding, owned_names
-from paceline.engine.worker import WorkerMetrics
+from paceline.engine.worker_metrics import WorkerMetrics
 from paceline.program import map_tree
 from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.flat_state import FlatState

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from paceline.comm.shared_memory import SpillAllocator
 from paceline.core.delta import Distance
 from paceline.engine.run_context import first_batch
+from paceline.engine.spmd.capturing import captured_once
 from paceline.engine.spmd.communicator import Communicator, ring_bytes
 from paceline.engine.spmd.rank_context import RankSetup, SubGroups, extended_timeout
 from paceline.engine.spmd.shard_views import PartChunks, ShardViews, StageSharding, names_of_part, owned_names
@@ -255,7 +256,10 @@ class TensorParallelRank(ModelParallelRank):
         with extended_timeout(self.context):
             gather, rules = self.context.gather, job.strategy.shard_rules
             batch = first_batch(job)
-            self.prepared = prepare_shard(job.program, rank_setup.module, batch, self.shards, gather, rules)
+            obtain = captured_once(job, self.context)
+            self.prepared = prepare_shard(
+                job.program, rank_setup.module, batch, self.shards, gather, rules, obtain=obtain
+            )
             self._compiled = self._compile(batch) if job.strategy.compile else None
             self.placements = placements = self.prepared.shard.parameters
             """Placements of the tensors of A among the shards, by name."""

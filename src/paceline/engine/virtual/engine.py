@@ -83,7 +83,7 @@ class VirtualEngine(Engine):
 
 
 class _TimeUp(Exception):  # noqa: N818 (an end, not an error)
-    """Raised at the end of the budget's last second, or when the condition is met."""
+    """Raised at the end of the budget's last second, or when a record ends training."""
 
 
 class VirtualRun:
@@ -96,15 +96,17 @@ class VirtualRun:
         self._module, state = first_state(job.program, job.running_buffers, context.device(0))
         noise = NoiseAccumulator(context.reference_batch) if job.noise_scale else None
         self._estimator = NoiseEstimator(noise) if noise else None
-        self._optimizer = ServerOptimizer(job.program, context.policy, state, self._estimator)
+        self._optimizer = ServerOptimizer(
+            job.program, context.policy, state, self._estimator, own_steps=lambda: context.own_steps
+        )
         self._observer = DeltaStatistics(context.policy, self._optimizer)
         digest = state.digest()
         if job.resume is not None:
             self._optimizer.restore(job.resume)
         self._sources = BatchSources(context.batches)
         own = lambda replica: self._sources.of(replica).stream(replica, context.first_batch(replica))  # noqa: E731
-        self._user_loops = UserLoops(job.loop, context.replicas, own) if job.loop else None
         self._computer = delta_computer(context, self._module, state.layout, self._sources)
+        self._user_loops = UserLoops(job.loop, context, self._computer.replica, own, watch.event) if job.loop else None
         self._timing, self._durations = durations_of(context)
         self._now: Seconds = job.resume.run.seconds if job.resume is not None else 0.0
         network, servers = (job.times or Times()).network, job.strategy.servers
@@ -120,7 +122,7 @@ class VirtualRun:
         """False once an event was broken off."""
         self._restore(saved)
         may_die = network is not None and not network.lasting
-        self._loop = RunLoop(context, self, digest, self._evaluate, noise=noise, parks=may_die)
+        self._loop = RunLoop(context, self, digest, self._evaluate, watch, noise, parks=may_die)
         self._loop.history.read_late, self._computer.add_loss = self._computer.read_late, self._loop.history.add_loss
         if saved is not None:  # the timelines go on
             self._loop.history.earlier = 0.0, ()
@@ -150,19 +152,20 @@ class VirtualRun:
 
     def _train(self) -> str | None:
         """Handle all arrivals; return the name of the signal that ended the run, if one did."""
-        with InterruptGuard(lambda: None) as interrupts:
+        loop, hosts = self._loop, self._hosts
+        with InterruptGuard(lambda: None, self._watch.heard) as interrupts:
             try:
-                if self._loop.condition_met:
+                if loop.condition_met:
                     raise _TimeUp
-                if not self._loop.timed:
-                    self._loop.evaluate_if_due(self._now)
+                if not loop.timed:
+                    loop.evaluate_if_due(self._now)
                 self._coordinator.begin()
                 for replica in sorted(self._coordinator.away & self._coordinator.present):
-                    self._let_die(replica, self._hosts.changed_s)  # time was up as its host went
-                while (self._coordinator.present or self._hosts.returning) and not interrupts.count:
+                    self._let_die(replica, hosts.changed_s)  # time was up as its host went
+                while (self._coordinator.present or hosts.returning) and not interrupts.count and not loop.ended():
                     self._next_event()
             except _TimeUp:
-                self._last_s, self._now = self._now, self._loop.end_s
+                self._last_s, self._now = self._now, loop.end_s
             except KeyboardInterrupt:
                 self._consistent = False
                 return interrupts.first or "SIGINT"
@@ -222,8 +225,8 @@ class VirtualRun:
             for replica in replicas:
                 self._coordinator.joined(replica)
             return
-        reason = f"host {host} went away"
-        self._loop.exits += [ReplicaExit(replica, reason, time_s) for replica in replicas if replica in present]
+        for replica in filter(present.__contains__, replicas):
+            self._loop.exited(ReplicaExit(replica, f"host {host} went away", time_s))
         for replica in replicas:
             self._let_die(replica, time_s)
 
@@ -245,7 +248,7 @@ class VirtualRun:
         if self._user_loops is not None:
             # The user's loop makes this attempt's micro-steps now; one that ends before the last of them retires.
             for _ in batches.numbers:
-                batch = self._user_loops.next(replica)
+                batch = self._user_loops.next(replica, attempt)
                 if batch is None:
                     self._coordinator.retire(replica)
                     return
@@ -311,9 +314,9 @@ class VirtualRun:
     # ------------------------------------------------------------------------------------------------------- evaluation
 
     def _evaluate(self, time_s: Seconds) -> None:
-        """Evaluate A; the run ends here if the condition is met."""
+        """Evaluate A; training ends here if the record is a reason to."""
         self._record(time_s)
-        if self._loop.condition_met and self._loop.end_s > time_s:
+        if self._loop.end_s > time_s and self._loop.ended():
             self._loop.end_s = time_s
             raise _TimeUp
 
@@ -390,10 +393,8 @@ class VirtualRun:
             notes["parts_need"] = str(timing.needs)
         if self._durations.measured_s is not None:
             notes["compute_measured_s"] = self._durations.measured_s
-        history = self._loop.history
-        account = history.account(
-            self._now, workers, self._loop.exits, notes, interrupted=signal is not None, signal=signal
-        )
+        history, exits = self._loop.history, self._loop.exits
+        account = history.account(self._now, workers, exits, notes, interrupted=signal is not None, signal=signal)
         model = write(self._job.program.build(), self._optimizer.state)
         spans = [s for s in self._attempts.spans if s.start_ns < self._now * 1e9]
         return Outcome(model.state_dict(), model, history.records, account, spans)

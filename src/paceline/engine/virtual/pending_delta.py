@@ -51,6 +51,8 @@ class PendingDelta:
     measured: Measured | None = None
     done: int = 0
     """Micro-steps that are computed."""
+    adopted: bool = False
+    """Whether the model of an own loop has adopted A, and the loop has computed on it."""
 
     @property
     def micro_steps(self) -> int:
@@ -58,7 +60,7 @@ class PendingDelta:
         return self.batches.size
 
     def begins_delta(self) -> bool:
-        return self.done == 0
+        return self.done == 0 and not self.adopted
 
     def pull(self) -> FlatState:
         assert self.read is not None, "its Δ is computed"

@@ -16,9 +16,13 @@ from typing import Any
 from paceline.aggregation import text_of
 from paceline.core.errors import InputError, WorkerError
 from paceline.core.types import ReplicaId
-from paceline.engine.base import Job
+from paceline.engine.base import Job, LoopEvent
+from paceline.engine.own_loop import OwnLoop, Turns
+from paceline.engine.run_context import RunContext
+from paceline.engine.virtual.pending_delta import PendingDelta
 from paceline.engine.worker import TrainingEnded, Worker
-from paceline.replica.base import Batch, as_batch
+from paceline.replica.base import Batch, Replica
+from paceline.replica.local_sgd import autograd_of
 
 
 def refuse_loops(job: Job) -> None:
@@ -34,9 +38,18 @@ def refuse_loops(job: Job) -> None:
 class LoopWorker(Worker):
     """The worker of a user's loop, whose engine runs in another thread."""
 
-    def __init__(self, replica: ReplicaId, replicas: int, source: Iterator[Batch]) -> None:
-        super().__init__(replica, replicas)
-        self._source = source
+    def __init__(
+        self,
+        context: RunContext,
+        replica: ReplicaId,
+        computing: Callable[[ReplicaId], Replica],
+        source: Iterator[Batch],
+        report: Callable[[LoopEvent], None],
+    ) -> None:
+        super().__init__(context, replica, report)
+        self._computing, self._source = computing, source
+        self.attempt: PendingDelta | None = None
+        """That this loop computes now."""
         self.to_loop: SimpleQueue[tuple[float, bool]] = SimpleQueue()
         """(loss of the step before, whether there is a further step)."""
         self.to_engine: SimpleQueue[Batch | BaseException | None] = SimpleQueue()
@@ -49,16 +62,36 @@ class LoopWorker(Worker):
             _, self._on = self.to_loop.get()
         return self._on
 
-    def batches(self) -> Iterator[Batch]:
-        while self.going:
-            yield next(self._source)
+    def _next_batch(self) -> Batch:
+        return next(self._source)
 
-    def step(self, batch: Any) -> float:
-        if not self.going:
-            raise TrainingEnded
-        self.to_engine.put(as_batch(batch))
+    def _step(self, batch: Batch) -> float:
+        self.to_engine.put(batch)
         loss, self._on = self.to_loop.get()
         return loss
+
+    def _open(self) -> OwnLoop:
+        autograd = autograd_of(self._computing(self.replica))
+        assert autograd is not None, "in virtual time each replica has all of the model"
+        return OwnLoop(self._context, self.replica, autograd, Turns(self._adopt, self._complete, self._taken_samples))
+
+    def _adopt(self) -> None:
+        """Have the model adopt the A of the attempt under way."""
+        if not self.going:
+            raise TrainingEnded
+        attempt = self.attempt
+        assert attempt is not None, "the loop has its turn for one"
+        if attempt.done == 0:
+            self._computing(self.replica).adopt(attempt.pull())
+            attempt.adopted = True
+
+    def _complete(self, batch: Batch) -> None:
+        """Let the engine take the gradients that are there, and adopt the next A unless training ends."""
+        if not self.going:
+            raise TrainingEnded
+        self._step(batch)
+        if self.going:
+            self._adopt()
 
     def run(self, loop: Callable[[Any], None]) -> None:
         """Run the user's loop, in its own thread."""
@@ -77,14 +110,22 @@ class UserLoops(AbstractContextManager["UserLoops"]):
 
     Args:
         loop: the user's.
-        replicas: P.
+        context: of the run.
+        computing: returns the replica of an id.
         source: returns the data of a replica.
+        report: takes what loops report.
     """
 
     def __init__(
-        self, loop: Callable[[Any], None], replicas: int, source: Callable[[ReplicaId], Iterator[Batch]]
+        self,
+        loop: Callable[[Any], None],
+        context: RunContext,
+        computing: Callable[[ReplicaId], Replica],
+        source: Callable[[ReplicaId], Iterator[Batch]],
+        report: Callable[[LoopEvent], None],
     ) -> None:
-        self._workers = [LoopWorker(r, replicas, source(r)) for r in range(replicas)]
+        replicas = context.replicas
+        self._workers = [LoopWorker(context, r, computing, source(r), report) for r in range(replicas)]
         self._threads = [threading.Thread(target=w.run, args=(loop,), daemon=True) for w in self._workers]
         self.losses = [math.nan] * replicas
         """Loss of each loop's last step, which it receives at its next turn."""
@@ -93,7 +134,7 @@ class UserLoops(AbstractContextManager["UserLoops"]):
         """Tell a loop that its training has ended, and let it run to its end."""
         thread = self._threads[replica]
         if thread.ident is None or thread.is_alive():
-            self.next(replica, on=False)
+            self.next(replica, None)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Dismiss all that still run; raise the first failure, unless another error is under way."""
@@ -106,17 +147,18 @@ class UserLoops(AbstractContextManager["UserLoops"]):
         if kind is None and failures:
             raise failures[0]
 
-    def next(self, replica: ReplicaId, *, on: bool = True) -> Batch | None:
+    def next(self, replica: ReplicaId, attempt: PendingDelta | None) -> Batch | None:
         """Let a loop run up to its next step and return its batch; None: the loop has returned.
 
         Args:
             replica: whose loop it is.
-            on: False to tell it that there is no further step.
+            attempt: that the step is of; None: there is no further step.
         """
         worker, thread = self._workers[replica], self._threads[replica]
+        worker.attempt = attempt
         if thread.ident is None:
             thread.start()
-        worker.to_loop.put((self.losses[replica], on))
+        worker.to_loop.put((self.losses[replica], attempt is not None))
         answer = worker.to_engine.get()
         if isinstance(answer, Batch):
             return answer

@@ -161,7 +161,11 @@ def delta_computer(context: RunContext, module: nn.Module, layout: FlatLayout, s
     job, order = context.job, context.order
     stop, late = job.on_nonfinite == "stop", context.reads_late
     one = context.device(0)  # since all replicas train one module
-    build = functools.partial(context.replica, module=module, layout=layout, device=one, late=late)
+
+    def build(replica: ReplicaId) -> Replica:
+        own = module if job.loop is None else job.program.build()  # a loop's gradients are in its model
+        return context.replica(replica, own, layout, device=one, late=late)
+
     if order is None or job.program.loader.get("num_workers"):
         return DeltaComputer(build, sources.at, stop=stop)
     batch_at = context.batches().at

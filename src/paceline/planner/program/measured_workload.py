@@ -2,15 +2,18 @@
 
 ::
 
-    seconds of a unit     (fixed + each · b) · the share of the largest of its shards
+    seconds of a unit     (fixed + each · b) · the share of the largest of its shards; on other devices scaled, and no
+                          less than the launches of its kernels
     bytes saved           the same, with the shard's share of saved bytes
 """
 
 from collections.abc import Sequence
+from copy import copy
 from math import isqrt
 from typing import final
 
 from paceline.clock.cluster_file import Links
+from paceline.core.types import Seconds
 from paceline.planner.base import Arrangement, Call, LayerCost, Workload
 from paceline.planner.cluster import Cluster, Described, Device, DeviceGroup, Messages
 from paceline.planner.collective_times import GroupCollective, Knot, LatencyCurve, Measured
@@ -30,14 +33,24 @@ class MeasuredWorkload(Workload):
         workers: number that run at the same time: on one host they share memory and caches.
         global_batch: samples of a step.
         scale: of times, on other devices than the measured ones.
+        launch_s: least time of a kernel there.
     """
 
-    def __init__(self, profile: Profile, workers: int, global_batch: int, scale: float = 1.0) -> None:
-        self.profile, self.workers, self.global_batch, self.scale = profile, workers, global_batch, scale
+    def __init__(
+        self, profile: Profile, workers: int, global_batch: int, scale: float = 1.0, launch_s: Seconds = 0.0
+    ) -> None:
+        self.profile, self.workers, self.global_batch = profile, workers, global_batch
+        self.scale, self.launch_s = scale, launch_s
         self.name, self.numerics, self.provenance = profile.program, profile.numerics, profile.provenance
         self.flops = profile.flops
         self._busy = busy = profile.at_work(workers)
         self.spread = max(1.0 - busy.low, busy.high - 1.0) if scale == 1.0 else ELSEWHERE
+
+    def faster(self, factor: float) -> "MeasuredWorkload":
+        """Return it on devices with so many times the operations a second; launches take as long as before."""
+        changed = copy(self)
+        changed.scale = self.scale / factor
+        return changed
 
     def layers(self, arrangement: Arrangement) -> Sequence[LayerCost]:
         parts: Sequence[PipelinePart] = [PipelinePart(parameters=unit.parameters) for unit in self.profile.units]
@@ -75,8 +88,9 @@ class MeasuredWorkload(Workload):
         gradients = (unit.output.of(b) + received) * part.passed + self.numerics.gradient * part.parameters
         return LayerCost(
             unit.name,
-            busy.forward[place].of(b) * part.work * self.scale,
-            busy.backward[place].of(b) * part.work * self.scale,
+            # A unit is one operator or several, and backward of weights and of inputs are two.
+            max(busy.forward[place].of(b) * part.work * self.scale, self.launch_s),
+            max(busy.backward[place].of(b) * part.work * self.scale, (1 + bool(unit.parameters)) * self.launch_s),
             part.parameters,
             round(unit.saved.of(b) * part.kept),
             round(unit.output.of(b)),
@@ -128,9 +142,12 @@ def cluster_of(profile: Profile, workers: int) -> Cluster:
 
 
 def elsewhere(profile: Profile, cluster: Cluster, global_batch: int) -> MeasuredWorkload:
-    """Return the program on other devices: times of this host, by the ratio of floating-point operations per second."""
-    scale = profile.flops_per_s / cluster.device.flops_per_s
-    workload = MeasuredWorkload(profile, cluster.workers, global_batch, scale)
+    """Return the program on other devices: times of this host, by the ratio of floating-point operations per second.
+
+    An operator takes no less than its launches, which no ratio makes faster.
+    """
+    scale, launch_s = profile.flops_per_s / cluster.device.flops_per_s, cluster.device.launch_s
+    workload = MeasuredWorkload(profile, cluster.workers, global_batch, scale, launch_s)
     source = f"{profile.provenance.get('compute', '')}; scaled by {scale:.3g}, the ratio of operations per second"
     workload.provenance = {**profile.provenance, "compute": source}
     return workload

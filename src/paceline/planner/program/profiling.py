@@ -138,7 +138,7 @@ def flops_of(program: Program, job: Job) -> float | None:
     counter = FlopCounterMode(display=False)
     try:
         with preserve_state(module), program.autocast("cpu"), counter:
-            program.loss(call(module, batch.input), batch.target).backward()  # type: ignore[no-untyped-call]
+            program.loss(call(module, batch.input), batch.target).backward()
     except (InputError, RuntimeError, NotImplementedError):
         return None
     return counter.get_total_flops() / batch.samples or None

@@ -23,7 +23,7 @@ from typing import TypeAlias
 from paceline.comm.fork_server import ForkServer
 from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.types import Seconds
-from paceline.engine.base import Budget, Engine, Job
+from paceline.engine.base import Budget, Engine, Job, Watcher
 from paceline.engine.local.engine import LocalEngine
 from paceline.engine.step_profile.forecast import NEEDS
 from paceline.planner.base import Arrangement, Plan
@@ -116,7 +116,7 @@ def _run(job: Job, engine: Engine) -> RunResult:
         KeyboardInterrupt: on Ctrl-C, which the engine itself handles as the end of the run.
         WorkerError: no step was done in time.
     """
-    account = engine.run(job, lambda *_: None).account
+    account = engine.run(job, Watcher()).account
     if account.interrupted:
         raise KeyboardInterrupt
     times = [each.step_time_s for each in account.workers if each.step_time_s is not None]

@@ -7,9 +7,8 @@ under.
 
 import dataclasses
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, overload
 
 import torch
@@ -80,7 +79,14 @@ class Captured:
 
 
 def capture(
-    module: nn.Module, inputs: Tree, *, operators: bool = False, of_inputs: bool = True, training: bool = True
+    module: nn.Module,
+    inputs: Tree,
+    *,
+    operators: bool = False,
+    of_inputs: bool = True,
+    training: bool = True,
+    others: Sequence[Tree] | None = None,
+    verified: bool = True,
 ) -> Captured:
     """Return the graph of a model, checked against the model (:func:`paceline.replica.capture.verify.check`).
 
@@ -91,6 +97,11 @@ def capture(
         of_inputs: whether gradients of the input are compared as well. A model with its loss needs none, and many a
             loss has no derivative by its target.
         training: the mode; dropout and running statistics do something else where it is False.
+        others: other batches, as :func:`~paceline.replica.capture.looks.other_batches` returns them. Sizes in which
+            they don't differ are fixed, and other ones refused when they come; the number of samples never is. None: no
+            size is fixed that can be left open, which may take many times as long.
+        verified: whether the graph is compared with the model; else it is the caller who compares what is made of it,
+            and calls :func:`takes_one`.
 
     Raises:
         InputError: it can't be captured, naming the line of the model, or its graph does something else, naming the
@@ -106,21 +117,38 @@ def capture(
             )
     sequential = not operators and is_sequential(module)
     with preserve_state(module, training=training):
-        graph = _sequential_graph(module, inputs) if sequential else export_graph(module, inputs)
+        graph = _sequential_graph(module, inputs) if sequential else export_graph(module, inputs, others)
     captured = Captured(*graph, training)
-    if sequential:
+    if sequential or not verified:
         return captured
+    check_captured(captured, module, inputs, of_inputs=of_inputs)
+    return captured if takes_one(captured, module, inputs, of_inputs=of_inputs) else for_several(captured)
+
+
+def takes_one(captured: Captured, module: nn.Module, inputs: Tree, *, of_inputs: bool = True) -> bool:
+    """Return whether a graph is that of its model for a single sample, too: tracing assumes that there are more."""
+    try:
+        check_captured(captured, module, inputs, samples=(1,), of_inputs=of_inputs)
+    except InputError:
+        return False
+    return True
+
+
+def for_several(captured: Captured) -> Captured:
+    """Return a capture that refuses single samples."""
+    return replace(captured, input_spec=replace(captured.input_spec, smallest=2))
+
+
+def check_captured(
+    captured: Captured, module: nn.Module, inputs: Tree, *, samples: Sequence[int] = (2, 3), of_inputs: bool = True
+) -> None:
+    """Compare a graph with the model that it was captured of; args and raises as :func:`~.verify.check`."""
 
     def run(inputs: Tree) -> Tree:
         return captured.rebuild(captured.module(*captured.flatten(inputs)))
 
-    verify = partial(check, module, run, lambda: tensors_of(captured.module), inputs, of_inputs=of_inputs)
-    verify(samples=(2, 3), training=training)
-    try:
-        verify(samples=(1,), training=training)  # tracing assumes that there are more
-    except InputError:
-        return replace(captured, input_spec=replace(captured.input_spec, smallest=2))
-    return captured
+    named = lambda: tensors_of(captured.module)  # noqa: E731 (looked up before and after each run)
+    check(module, run, named, inputs, samples=samples, of_inputs=of_inputs, training=captured.training)
 
 
 def is_sequential(module: nn.Module) -> bool:

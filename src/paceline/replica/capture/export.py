@@ -10,7 +10,7 @@ import re
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
 from itertools import count
 from pathlib import Path
@@ -42,6 +42,8 @@ _PYTHON = sysconfig.get_paths()["stdlib"]
 CapturedGraph: TypeAlias = tuple[GraphModule, Mapping[str, str], InputSpec, Rebuild]
 # Prefix of tensors that the graph holds and the model does not name: torch.tensor(2.0) in forward.
 CONSTANT = "_constant_"
+# Prefix of blocks under no_grad or another autocast.
+BLOCK = "_block_"
 _ASSERTIONS = ("aten::_assert", "aten::_functional_assert", "aten::sym_constrain", "aten::_functional_sym_constrain")
 
 
@@ -64,29 +66,40 @@ class _FlatModel(nn.Module):
         return tuple(tensors)
 
 
-def export_graph(module: nn.Module, inputs: Tree) -> CapturedGraph:
+def export_graph(module: nn.Module, inputs: Tree, others: Sequence[Tree] | None = None) -> CapturedGraph:
     """Return the graph of a model in the mode that it is in.
+
+    Args:
+        module: any model.
+        inputs: a batch.
+        others: other batches; sizes in which they don't differ are fixed, besides the number of samples. None: no size
+            is fixed that can be left open, which takes torch.export many times as long.
 
     Raises:
         InputError: torch.export can't trace it; names the line of the model.
     """
     # Sizes 0 and 1 would be taken for constants, and equal sizes for one: so trace with another number of samples.
     batch = input_spec.batch_size(inputs)
-    others = {size for leaf in leaves(inputs) for size in leaf.shape[1 if leaf.dim() and len(leaf) == batch else 0 :]}
-    samples = batch if batch > 1 and batch not in others else next(n for n in count(3) if n not in others)
+    sizes = {size for leaf in leaves(inputs) for size in leaf.shape[1 if leaf.dim() and len(leaf) == batch else 0 :]}
+    samples = batch if batch > 1 and batch not in sizes else next(n for n in count(3) if n not in sizes)
     rebuilds: list[Rebuild] = []
     flat = _FlatModel(module, inputs, rebuilds.append)
     example = leaves(input_spec.resized(inputs, samples))
-    # All sizes are left open or, where torch.export can't do that, only the number of samples.
+    # All sizes are left open, or those that differ; where torch.export can't do that, only the number of samples.
     every = tuple(tuple(Dim.AUTO if size > 1 else Dim.STATIC for size in leaf.shape) for leaf in example)
     first = tuple((*leaf[:1], *(Dim.STATIC for _ in leaf[1:])) for leaf in every)
+    if others is not None:
+        every = tuple(
+            (*dims[:1], *(dim if place in varying else Dim.STATIC for place, dim in enumerate(dims[1:], 1)))
+            for dims, varying in zip(every, input_spec.varying_dims(inputs, others), strict=True)
+        )
     program: ExportedProgram | None = None
     failures: list[Exception] = []
     # torch.export logs, prints and warns; what matters of it is in an error.
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        for dims in (every, first):
+        for dims in (every,) if every == first else (every, first):
             try:
                 with warnings.catch_warnings(action="ignore"), redirect_stderr(io.StringIO()):
                     program = export(flat, tuple(example), dynamic_shapes={"given": dims}, strict=False)
@@ -100,7 +113,8 @@ def export_graph(module: nn.Module, inputs: Tree) -> CapturedGraph:
     if program is None:  # the first failure is reported: the second trace knows less
         raise export_error(module, failures[0]) from failures[0]
     graph, tensors, owners = _clean_graph(program, module, [name for name, _ in named_leaves(inputs)])
-    return GraphModule(tensors, graph), owners, _input_spec(program, inputs), rebuilds[-1]
+    spec = _input_spec(program, inputs, "" if others is None else "no batch that was looked at before has another")
+    return GraphModule(tensors, graph), owners, spec, rebuilds[-1]
 
 
 def export_error(module: nn.Module, error: BaseException) -> InputError:
@@ -124,7 +138,8 @@ def is_user_file(filename: str) -> bool:
     return not filename.startswith(_OURS) and (installed or not filename.startswith(_PYTHON))
 
 
-def _input_spec(program: ExportedProgram, inputs: Tree) -> InputSpec:
+def _input_spec(program: ExportedProgram, inputs: Tree, otherwise: str) -> InputSpec:
+    """Return the inputs that an exported model takes; ``otherwise`` is why sizes are fixed that no line has fixed."""
     traced = {n.name: n.meta["val"] for n in program.graph.nodes if n.op == "placeholder"}
     values = [traced[name] for name in program.graph_signature.user_inputs]
     # A size that tracing has left open has a name; one that it has fixed is a number.
@@ -143,7 +158,10 @@ def _input_spec(program: ExportedProgram, inputs: Tree) -> InputSpec:
     names = {dim for leaf in dims for dim in leaf if isinstance(dim, str)}
     branches = (input_spec.Branch(rule, line) for rule, line in guards if names.issuperset(map(str, rule.free_symbols)))
     equalities = ((rule.rhs, line) for rule, line in guards if getattr(rule, "rel_op", "") == "==")
-    fixed = {int(size): line for size, line in equalities if size.is_Integer}
+    fixed = {int(size): f"{line} takes it for a number" for size, line in equalities if size.is_Integer}
+    if otherwise:
+        chosen = (dim for leaf in dims for dim in leaf[1:] if isinstance(dim, int))
+        fixed = dict.fromkeys(chosen, otherwise) | fixed
 
     spec = InputSpec(input_spec.outline_of(inputs), leaves, tuple(branches), fixed)
     samples = next((leaf.dims[0] for leaf in leaves if leaf.dims), None)
@@ -185,7 +203,7 @@ def _clean_graph(
                 owners[read[name].name] = name.rpartition(".")[0]
             copy_of[node] = read[name]
         elif node.op == "get_attr":
-            name = f"_block_{len(tensors)}"
+            name = f"{BLOCK}{len(tensors)}"
             tensors[name] = _clean_block(getattr(program.graph_module, node.target))
             copy_of[node] = graph.get_attr(name)
             owners[copy_of[node].name] = _owner(next(iter(node.users)))

@@ -159,7 +159,7 @@ class InputSpec:
     """The inputs that a captured model takes.
 
     Args:
-        fixed: size -> the line of the model that has fixed it, as far as that is known.
+        fixed: size -> why it is fixed, as the line of the model that has fixed it, as far as that is known.
         smallest: the least number of samples in a batch.
     """
 
@@ -234,8 +234,8 @@ class InputSpec:
 
     def why_fixed(self, size: int) -> str:
         """Return the reason, for a message, why tracing has fixed a dim at this size."""
-        line = f": {self.fixed[size]} takes it for a number" if size in self.fixed else ""
-        return f"the model's graph holds for {size} alone{line}"
+        reason = f": {self.fixed[size]}" if size in self.fixed else ""
+        return f"the model's graph holds for {size} alone{reason}"
 
 
 _AS_IS = "write the model as an nn.Sequential, whose children run as they are"
@@ -254,6 +254,22 @@ def _as_arguments(inputs: Tree) -> Tree:
 def shapes_of(tensors: Iterable[Tensor]) -> Shapes:
     """Return the shapes and dtypes of the leaves of an input."""
     return tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+
+
+def varying_dims(inputs: Tree, others: Iterable[Tree]) -> list[set[int]]:
+    """Return for each leaf of an input the dims whose size is another one in another input of the same form.
+
+    >>> varying_dims((torch.ones(2, 5), torch.ones(3)), [(torch.ones(2, 7), torch.ones(3))])
+    [{1}, set()]
+    """
+    own = leaves(inputs)
+    varying: list[set[int]] = [set() for _ in own]
+    for other in map(leaves, others):
+        for found, leaf, like in zip(varying, own, other, strict=False):
+            found.update(
+                dim for dim, sizes in enumerate(zip(leaf.shape, like.shape, strict=False)) if len({*sizes}) > 1
+            )
+    return varying
 
 
 def batch_size(inputs: Tree) -> int:

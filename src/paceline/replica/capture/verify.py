@@ -118,6 +118,7 @@ def check(
     of_inputs: bool | Collection[int] = True,
     training: bool = True,
     reasons: Reasons = GRAPH,
+    runs: "Sequence[ModelRun] | None" = None,
 ) -> None:
     """Run a model and its transformed version on the same few samples, and compare the results by name.
 
@@ -150,59 +151,96 @@ def check(
             them.
         training: whether the mode is training, rather than evaluation.
         reasons: those of this kind of version.
+        runs: what :func:`model_runs` has returned for the same samples, inputs and mode; None: the model runs now.
 
     Raises:
         InputError: names the first output, parameter, input or buffer that differs, and says how to go on.
         ModelError: the model itself takes none of these batches.
     """
     name = type(module).__name__
-
-    def compare(inputs: Tree) -> Exception | None:
-        """Raise InputError where the two differ; return the model's own exception, if it raises one."""
-        spill = SpillAllocator()
-        try:
-            with _FloatingTypes() as types:
-                expected = _results(
-                    module,
-                    partial(call, module),
-                    lambda: tensors_of(module),
-                    inputs,
-                    of_inputs,
-                    lambda _, g: spill.kept(g),
-                )
-        except Exception as error:
-            return error  # the model itself can't take so few samples
-        count = f"{batch_size(inputs)} samples"
-        scale, eps = max(map(largest, expected.gradients.values()), default=0.0), types.eps
-
-        def compare_gradient(name: str, gradient: Tensor) -> str:
-            return gradient_difference(expected.gradients.get(name), gradient, ulps, scale, eps)
-
-        try:
-            actual = _results(module, run, named, inputs, of_inputs, compare_gradient)
-        except InputError:
-            raise
-        except Exception as error:
-            raise InputError(
-                f"the {description} of {name} fails on {count}, which the model itself takes: "
-                f"{type(error).__name__}: {error}; change that, or {reasons.way_out}"
-            ) from error
-        if found := expected.first_difference(actual, ulps, eps, reasons):
-            raise InputError(
-                f"the {description} of {name} does not do what the model does: with {count} {found}; change that, or "
-                f"{reasons.way_out}"
-            )
-        return None
-
     # What a run leaves in an attribute stays for the next one: a graph can't know it, and then differs.
     with preserve_state(module, training=training):
-        failures = [compare(resized(inputs, count)) for count in samples]
-        failure = compare(inputs) if all(failures) else None
-        if failure is not None:
-            mode = "training" if training else "evaluation"
-            raise ModelError(
-                f"{name} itself fails in {mode} on the batch that it is given: {type(failure).__name__}: {failure}"
-            ) from failure
+        for expected in _model_runs(module, inputs, samples, of_inputs) if runs is None else runs:
+            count = f"{batch_size(expected.inputs)} samples"
+            try:
+                actual = _results(module, run, named, expected.inputs, of_inputs, partial(expected.compare, ulps))
+            except InputError:
+                raise
+            except Exception as error:
+                raise InputError(
+                    f"the {description} of {name} fails on {count}, which the model itself takes: "
+                    f"{type(error).__name__}: {error}; change that, or {reasons.way_out}"
+                ) from error
+            if found := expected.results.first_difference(actual, ulps, expected.eps, reasons):
+                raise InputError(
+                    f"the {description} of {name} does not do what the model does: with {count} {found}; change that, "
+                    f"or {reasons.way_out}"
+                )
+
+
+class ModelRun(NamedTuple):
+    """What a model itself has done, to compare a version of it with.
+
+    Args:
+        inputs: few samples.
+        results: of them.
+        scale: the largest element of all gradients.
+        eps: relative distance of two numbers of the lowest precision that it computed in.
+    """
+
+    inputs: Tree
+    results: "_Results"
+    scale: float
+    eps: float
+
+    def compare(self, ulps: float, name: str, gradient: Tensor) -> str:
+        """Return in words how the version's gradient of this name differs; empty where it does not."""
+        return gradient_difference(self.results.gradients.get(name), gradient, ulps, self.scale, self.eps)
+
+
+def model_runs(
+    module: nn.Module,
+    inputs: Tree,
+    samples: Sequence[int],
+    *,
+    of_inputs: bool | Collection[int] = True,
+    training: bool = True,
+) -> Sequence[ModelRun]:
+    """Run a model before there is a version to compare with it: :func:`check` takes what this returns.
+
+    Args and raises: as :func:`check`. The gradients of all runs are held, in memory or in a file.
+    """
+    with preserve_state(module, training=training):
+        return list(_model_runs(module, inputs, samples, of_inputs))
+
+
+def _model_runs(
+    module: nn.Module, inputs: Tree, samples: Sequence[int], of_inputs: bool | Collection[int]
+) -> Iterator[ModelRun]:
+    """Yield a model's runs, each when it is asked for; :func:`check` says which."""
+    failures: list[Exception] = []
+    for count in (*samples, None):
+        if count is None and len(failures) < len(samples):
+            return  # the model takes fewer than its batch has
+        batch, spill = inputs if count is None else resized(inputs, count), SpillAllocator()
+
+        def keep(_: str, gradient: Tensor, spill: SpillAllocator = spill) -> Tensor:
+            return spill.kept(gradient)
+
+        try:
+            with _FloatingTypes() as types:
+                named = partial(tensors_of, module)
+                results = _results(module, partial(call, module), named, batch, of_inputs, keep)
+        except Exception as error:
+            failures.append(error)
+        else:
+            yield ModelRun(batch, results, max(map(largest, results.gradients.values()), default=0.0), types.eps)
+    if len(failures) > len(samples):
+        mode, failure = "training" if module.training else "evaluation", failures[-1]
+        raise ModelError(
+            f"{type(module).__name__} itself fails in {mode} on the batch that it is given: "
+            f"{type(failure).__name__}: {failure}"
+        ) from failure
 
 
 # Seed of dropout and of r; any number would do.

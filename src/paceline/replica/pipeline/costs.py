@@ -210,8 +210,12 @@ class Costs:
     kept: Mapping[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
 
 
-def measure(units: Units, batch: Sequence[Tensor], repeats: int = 5) -> Costs:
-    """Run each node ``repeats`` times, forward and backward, and take the median.
+# Passes that are always made: the lower one of two times is right where one of the passes was disturbed.
+LEAST = 2
+
+
+def measure(units: Units, batch: Sequence[Tensor], repeats: int = 5, enough_s: Seconds = math.inf) -> Costs:
+    """Run each node ``repeats`` times, forward and backward, and take the median; of an even number, the lower one.
 
     It takes about ``repeats`` + 1 steps of the model, and the memory of one. Parameters, buffers and random state are
     restored. The time to call autograd for one node is measured on an empty one and subtracted: a step calls it once.
@@ -220,6 +224,7 @@ def measure(units: Units, batch: Sequence[Tensor], repeats: int = 5) -> Costs:
         units: of the captured model.
         batch: the leaves of a micro-batch's input, as ``Captured.flatten`` returns them.
         repeats: at least 1.
+        enough_s: seconds after which no other pass is begun, once :data:`LEAST` have been made.
     """
     graph = units.captured.module
     ledger = SavedBytes([*graph.parameters(), *graph.buffers()])
@@ -237,14 +242,17 @@ def measure(units: Units, batch: Sequence[Tensor], repeats: int = 5) -> Costs:
         kept = ledger.first_users(interpreter.values)
         del interpreter  # its values, before the next pass has as many
         timer = OperatorTimer(next((t.device for t in (*batch, *graph.parameters())), torch.device("cpu")))
-        for _ in range(repeats):
+        began = time.perf_counter()
+        for made in range(repeats):
+            if made >= LEAST and time.perf_counter() - began > enough_s:
+                break
             interpreter = NodeInterpreter(graph, batch)
             for node in graph.graph.nodes:
                 taken = interpreter.run_timed(node, timer)
                 if node in times:
                     times[node].append(taken)
-    seconds = [math.fsum(statistics.median(map(sum, times[node])) for node in group) for group in units.groups]
-    medians = {n.name: NodeTime(*map(statistics.median, zip(*each, strict=True))) for n, each in times.items()}
+    seconds = [math.fsum(statistics.median_low(map(sum, times[node])) for node in group) for group in units.groups]
+    medians = {n.name: NodeTime(*map(statistics.median_low, zip(*each, strict=True))) for n, each in times.items()}
     counted = UnitCosts(seconds, _values(units, sizes), _parameters(units), ledger.items())
     return Costs(counted, sizes, medians, kept)
 

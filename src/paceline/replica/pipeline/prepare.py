@@ -1,22 +1,28 @@
-"""From a model to the parts of a pipeline: captured, measured, cut, and verified in one process; and a cut as text."""
+"""From a model to the parts of a pipeline: captured, measured, cut, and verified in one process."""
 
-import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Node
 
 from paceline.core.errors import InputError
-from paceline.core.formatting import aligned, amount
+from paceline.core.types import Seconds
 from paceline.program import Program, Tree, call
 from paceline.replica.base import Batch
-from paceline.replica.capture.capture import capture, is_sequential
-from paceline.replica.capture.input_spec import flatten_tree
-from paceline.replica.capture.verify import check
+from paceline.replica.capture.capture import (
+    Captured,
+    capture,
+    check_captured,
+    for_several,
+    is_sequential,
+    takes_one,
+)
+from paceline.replica.capture.handover import Obtain, capture_here
+from paceline.replica.capture.input_spec import batch_size, flatten_tree
+from paceline.replica.capture.looks import other_batches
+from paceline.replica.capture.verify import ModelRun, check, model_runs
 from paceline.replica.flat_optimizer import FlatOptimizer
 from paceline.replica.flat_state import FlatLayout
 from paceline.replica.module_utils import get_or_create_submodule, preserve_state, preserve_tensors, tensors_of
@@ -30,6 +36,30 @@ from paceline.strategy import Strategy
 
 # Units of the last place: a loss that is added up in two orders differs by a few.
 ROUNDING = 64
+# Where the model runs, too: products of n terms, added up in an order that depends on the rows, differ by about √n.
+ROUNDING_OF_MODEL = 512
+
+# Time after which costs are not measured once more: those of operators that take long differ little.
+ENOUGH_S: Seconds = 1.0
+
+
+class Share(NamedTuple):
+    """What one worker of a replica does of the work that one does for all.
+
+    Args:
+        obtain: captures the model, or takes another worker's capture of it.
+        loss: whether it verifies that the loss can be divided into micro-batches.
+        cut: whether it verifies the graph and the cut.
+        all_say: returns whether all workers say what this one says.
+    """
+
+    obtain: Obtain = capture_here
+    loss: bool = True
+    cut: bool = True
+    all_say: Callable[[bool], bool] = bool
+
+
+ALONE = Share()
 
 
 def check_loss(program: Program, module: nn.Module, batch: Batch, count: int) -> None:
@@ -37,21 +67,33 @@ def check_loss(program: Program, module: nn.Module, batch: Batch, count: int) ->
 
     Args:
         program: holds the loss.
-        module: computes the output, once for the whole batch, so that only the loss is compared.
+        module: computes the output, once for the whole batch, so that only the loss is compared; one that makes the
+            loss itself runs on each micro-batch as well.
         batch: any.
         count: m.
     """
-    with preserve_state(module), torch.no_grad():
-        output = call(module, batch.input)
-        whole = program.loss(output, batch.target)
+    # A loss that the model makes is in its output, so it runs on each micro-batch, without dropout, which would differ.
+    of_model = program.model_makes_loss
+    with preserve_state(module, training=not of_model), torch.no_grad():
+        try:
+            output = call(module, batch.input)
+            whole = program.loss(output, batch.target)
+        except Exception as error:
+            raise InputError(
+                f"the model or its loss fails on the first batch: {type(error).__name__}: {error}"
+            ) from error
         losses, start = [], 0
         for size in micro_batch_sizes(batch.samples, count):
             own = slice(start, start + size)
-            outputs, targets = (select_rows(tree, batch.samples, own) for tree in (output, batch.target))
+            rows = output if not of_model else call(module, select_rows(batch.input, batch.samples, own))
+            outputs, targets = (select_rows(tree, batch.samples, own) for tree in (rows, batch.target))
             losses.append(program.loss(outputs, targets) * (size / batch.samples))
             start += size
     total = float(sum(losses))  # in the order in which a pipeline adds them
-    bound = ROUNDING * torch.finfo(whole.dtype).eps * max(1.0, abs(float(whole)))
+    relative = (ROUNDING_OF_MODEL if of_model else ROUNDING) * torch.finfo(whole.dtype).eps
+    if of_model and program.precision != "fp32":  # the mean of errors of a unit each is below a unit
+        relative = torch.finfo(torch.bfloat16).eps
+    bound = relative * max(1.0, abs(float(whole)))
     if not abs(total - float(whole)) <= bound:
         raise InputError(
             f"the loss of the first batch is {float(whole):.6g}, but of its {len(losses)} micro-batches {total:.6g}, "
@@ -119,7 +161,14 @@ def part_arguments(cut: Cut, module: nn.Module, leaves: Sequence[Tensor]) -> lis
         return [[detached(argument) for argument in run.arguments] for run in run_parts(cut, leaves)]
 
 
-def check_cut(cut: Cut, module: nn.Module, inputs: Tree, *, samples: Sequence[int] = (2, 3)) -> None:
+def check_cut(
+    cut: Cut,
+    module: nn.Module,
+    inputs: Tree,
+    *,
+    samples: Sequence[int] = (2, 3),
+    runs: Sequence[ModelRun] | None = None,
+) -> None:
     """Compare the parts with the model that they were cut from: outputs, gradients and buffers, by name.
 
     Args:
@@ -127,6 +176,7 @@ def check_cut(cut: Cut, module: nn.Module, inputs: Tree, *, samples: Sequence[in
         module: the model.
         inputs: a batch, as the model is called with it.
         samples: sizes of the batches that are compared.
+        runs: the model's own of these, if there are any.
 
     Raises:
         InputError: names the first thing that differs.
@@ -140,7 +190,7 @@ def check_cut(cut: Cut, module: nn.Module, inputs: Tree, *, samples: Sequence[in
         return cut.captured.rebuild(last.outputs[len(last.part.sent) :])
 
     description, training = f"cut into {len(cut.parts)} parts", cut.captured.training
-    check(module, run, named, inputs, description=description, samples=samples, training=training)
+    check(module, run, named, inputs, description=description, samples=samples, training=training, runs=runs)
 
 
 @dataclass(frozen=True)
@@ -161,7 +211,14 @@ class PreparedCut:
 Agree = Callable[[Callable[[], Boundaries]], Boundaries]
 
 
-def prepare_cut(program: Program, strategy: Strategy, module: nn.Module, batch: Batch, agree: Agree) -> PreparedCut:
+def prepare_cut(
+    program: Program,
+    strategy: Strategy,
+    module: nn.Module,
+    batch: Batch,
+    agree: Agree,
+    share: Share = ALONE,
+) -> PreparedCut:
     """Capture, measure, cut and verify a model for one strategy.
 
     Args:
@@ -170,6 +227,7 @@ def prepare_cut(program: Program, strategy: Strategy, module: nn.Module, batch: 
         module: with the values of A_0, on the device where it will run; its tensors are the parts'.
         batch: the first one.
         agree: costs are measured by one worker for all.
+        share: what this worker does of what is verified once.
 
     Raises:
         InputError: the model can't be captured or cut so, or micro-batches would change the loss.
@@ -177,14 +235,24 @@ def prepare_cut(program: Program, strategy: Strategy, module: nn.Module, batch: 
     first = first_rows(strategy, batch)
     costs: list[Costs] = []
     with program.autocast(str(next(module.parameters()).device)):
-        check_loss(program, module, batch, strategy.micro_batch_count)
-        units = capture_units(strategy, module, first)
+        # First what needs no graph: another process may be capturing.
+        if share.loss:
+            check_loss(program, module, batch, strategy.micro_batch_count)
+        samples = _compared(module, first)
+        runs = model_runs(module, first, samples) if share.cut else []
+        units = group(share.obtain(lambda: capture_for_stages(program, strategy, module, batch), module))
+        # Another worker may be measuring meanwhile.
+        one = not (share.cut and _exported(units.captured, module)) or takes_one(units.captured, module, first)
 
         def choose() -> Boundaries:
-            costs.append(measure(units, units.captured.flatten(first)))
+            captured = units.captured if one else for_several(units.captured)
+            costs.append(measure(units, captured.flatten(first), enough_s=ENOUGH_S))
             return choose_boundaries(program, strategy, module, units, costs[0])
 
         boundaries = agree(choose)  # measured times differ from worker to worker, boundaries may not
+        if not share.all_say(one):
+            units = replace(units, captured=for_several(units.captured))
+            units.captured.flatten(first)
         parts = cut(units, boundaries)
         # The last part holds the parameters that no part reads: an optimizer may decay them all the same.
         held = {name for part in parts.parts for name in tensors_of(part.module)}
@@ -192,8 +260,37 @@ def prepare_cut(program: Program, strategy: Strategy, module: nn.Module, batch: 
             if name not in held:
                 path, _, leaf = name.rpartition(".")
                 get_or_create_submodule(parts.parts[-1].module, path).register_parameter(leaf, parameter)
-        check_cut(parts, module, first)
+        if share.cut:
+            _check_captured(parts, module, first, samples, runs)
     return PreparedCut(parts, units, boundaries, costs[0] if costs else None)
+
+
+def _compared(module: nn.Module, inputs: Tree) -> Sequence[int]:
+    """Return how many samples a graph's parts are compared with the model on.
+
+    It was traced with as many as ``inputs`` has, or with three or more: a number that tracing has fixed shows with
+    another one. The children of an nn.Sequential may not have been traced.
+    """
+    return (2,) if not is_sequential(module) and batch_size(inputs) != 2 else (2, 3)
+
+
+def _exported(captured: Captured, module: nn.Module) -> bool:
+    return not is_sequential(module) or captured.input_spec.leaves[0].dims is not None
+
+
+def _check_captured(
+    cut: Cut, module: nn.Module, inputs: Tree, samples: Sequence[int], runs: Sequence[ModelRun]
+) -> None:
+    """Compare the parts with the model; where they differ although the graph does not, it is the cut's fault.
+
+    The parts are all of the graph, so the graph by itself is not run where they are right.
+    """
+    try:
+        check_cut(cut, module, inputs, samples=samples, runs=runs)
+    except InputError:
+        if _exported(cut.captured, module):
+            check_captured(cut.captured, module, inputs, samples=samples)
+        raise
 
 
 def first_rows(strategy: Strategy, batch: Batch) -> Tree:
@@ -209,7 +306,7 @@ def cut_as_named(program: Program, strategy: Strategy, module: nn.Module, batch:
     """
     with program.autocast(str(next(module.parameters()).device)):
         check_loss(program, module, batch, strategy.micro_batch_count)
-        units = capture_units(strategy, module, first_rows(strategy, batch))
+        units = group(capture_for_stages(program, strategy, module, batch, verified=True))
         parts = strategy.order.parts(strategy.stage_count)
         return cut(units, named_boundaries(strategy.cuts, parts, units.modules(), units.nodes()))
 
@@ -230,17 +327,40 @@ def part_dependencies(program: Program, cut: Cut, module: nn.Module, batch: Batc
     return Dependencies.of(len(cut.parts), needs)
 
 
-def capture_units(strategy: Strategy, module: nn.Module, inputs: Tree, *, training: bool = True) -> Units:
+def capture_for_stages(
+    program: Program, strategy: Strategy, module: nn.Module, batch: Batch, *, verified: bool = False
+) -> Captured:
+    """Capture a model for a strategy, in training.
+
+    Args and raises: as :func:`prepare_cut`, which verifies the graph with its parts.
+    """
+    others = other_batches(program, batch.samples)
+    inputs = None if others is None else [other.input for other in others]
+    return capture_units(strategy, module, first_rows(strategy, batch), inputs, verified=verified).captured
+
+
+def capture_units(
+    strategy: Strategy,
+    module: nn.Module,
+    inputs: Tree,
+    others: Sequence[Tree] | None = None,
+    *,
+    training: bool = True,
+    verified: bool = True,
+) -> Units:
     """Return the units of a model, captured for a strategy.
 
-    The children of an nn.Sequential are captured as operators only if shards, or cuts within one, need that.
+    The children of an nn.Sequential are captured as operators only if shards, or cuts within one, need that. Args and
+    raises: as :func:`~paceline.replica.capture.capture.capture`.
     """
     operators = strategy.tensor_parallel
-    units = group(capture(module, inputs, operators=operators, training=training))
-    inside = dict(module.named_modules()).keys() - units.modules().keys()
-    if operators or not is_sequential(module) or inside.isdisjoint(strategy.cuts):
-        return units
-    return group(capture(module, inputs, operators=True, training=training))
+    if not operators and is_sequential(module):
+        units = group(capture(module, inputs, training=training))
+        inside = dict(module.named_modules()).keys() - units.modules().keys()
+        if inside.isdisjoint(strategy.cuts):
+            return units
+        operators = True
+    return group(capture(module, inputs, operators=operators, training=training, others=others, verified=verified))
 
 
 def choose_boundaries(
@@ -269,72 +389,3 @@ def parameter_copies(program: Program, module: nn.Module) -> int:
     for vector in state.parameters:
         vector.zero_()
     return 2 + FlatOptimizer(program.optimizer, None, state, state.clone()).state_count
-
-
-_TITLES = ("stage", "replicas", "from", "to", "time", "parameters", "sends", "tied")
-_RIGHT = ("stage", "replicas", "time", "parameters")
-
-
-def cut_table(cut: Cut, units: Units, costs: Costs, replicas: Sequence[int] = ()) -> str:
-    """Return one line for each part: its ends, its share of the time, its parameters, bytes sent, and tied parameters.
-
-    Where parts have several ``replicas``, their number is a column; the slowest part is that which keeps each of its
-    replicas busy longest. Names of modules, and of nodes in parentheses, can be written as ``cuts``::
-
-        2 stages; slowest: 12.1 ms, forward and backward of one micro-batch; bytes sent: of one micro-batch, forward
-
-        stage  from             to               time  parameters  sends          tied
-            0  transformer.wte  transformer.h.2  49 %      12,544  to 1: 36.9 kB  transformer.wte.weight (also 1)
-            1  ...
-    """
-    unit_of = units.nodes()
-    calls = [[node.name for node in part.module.graph.nodes if node.op.startswith("call")] for part in cut.parts]
-    own = [sorted({unit_of[name] for name in names if name in unit_of}) for names in calls]
-    seconds = [math.fsum(costs.units.seconds[unit] for unit in part) for part in own]
-    replicas = replicas or [1] * len(seconds)
-    total = sum(seconds)
-
-    lines = []
-    for part, inside, time, count in zip(cut.parts, own, seconds, replicas, strict=True):
-        sent = Counter[int]()
-        for crossing in part.sent:
-            for consumer in crossing.consumers:
-                sent[consumer] += costs.sizes.get(crossing.name, 0)
-        tied = (
-            f"{name} (also {', '.join(str(other) for other in holders if other != part.number)})"
-            for name, holders in cut.tied.items()
-            if part.number in holders
-        )
-        line = (
-            str(part.number),
-            str(count) if max(replicas) > 1 else "",
-            _name(units.groups[inside[0]][0], units, set(inside)),
-            _name(units.groups[inside[-1]][-1], units, set(inside)),
-            f"{time / total:.0%}".replace("%", " %") if total else "",
-            f"{sum(p.numel() for p in part.module.parameters()):,}",
-            ", ".join(f"to {consumer}: {amount(sent[consumer])}" for consumer in sorted(sent)),
-            ", ".join(tied),
-        )
-        lines.append(line)
-
-    slowest = max(each / count for each, count in zip(seconds, replicas, strict=True))
-    head = (
-        f"{len(lines)} stage{'s' if len(lines) > 1 else ''}; slowest: {slowest * 1e3:.3g} ms, forward and backward of "
-        "one micro-batch; bytes sent: of one micro-batch, forward"
-    )
-    shown = [i for i in range(len(_TITLES)) if any(line[i] for line in lines)]
-    rows = [[row[i] for i in shown] for row in (_TITLES, *lines)]
-    return "\n".join([head, "", *aligned(rows, _RIGHT)])
-
-
-def _name(node: Node, units: Units, inside: set[int]) -> str:
-    """Return the largest module around a node that is wholly in the part; if none is, its own and the node's name."""
-    owners = units.captured.owners
-    owner = owners.get(node.name, "")
-    names = owner.split(".") if owner else []
-    for length in range(1, len(names) + 1):
-        name = ".".join(names[:length])
-        of_module = {u for node, u in units.place.items() if f"{owners.get(node.name, '')}.".startswith(f"{name}.")}
-        if of_module <= inside:
-            return name
-    return f"{owner} ({node.name})" if owner else node.name

@@ -107,8 +107,7 @@ class _StandInFunction(torch.autograd.Function):
 
 def model_inputs(node: Node) -> list[Node]:
     """Return the tensor inputs of a node's graph; a part of a model may have sizes as inputs, too."""
-    placeholders = (each for each in node.graph.nodes if each.op == "placeholder")
-    return [each for each in placeholders if isinstance(each.meta["val"], Tensor)]
+    return [each for each in node.graph.find_nodes(op="placeholder") if isinstance(each.meta["val"], Tensor)]
 
 
 def _result_extent(call: OpCall) -> tuple[Tensor, Extent]:

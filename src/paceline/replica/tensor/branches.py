@@ -120,13 +120,18 @@ class _RegionSearch:
         self._bit = {node: 1 << i for i, node in enumerate(self._nodes)}
         self._ancestors: dict[Node, int] = {}
         """Each node with all from which it is computed."""
+        self._users: dict[Node, int] = {}
+        """Users of each node; the output, which is in no set, has the bit after all others."""
         self._weights = 0
         """The nodes that have weights."""
+        output = 1 << len(self._nodes)
         for node, call in graph.calls.items():
             ancestors = self._bit[node]
             for source in node.all_input_nodes:
                 ancestors |= self._ancestors.get(source, 0)
-            self._ancestors[node] = ancestors
+            self._ancestors[node], self._users[node] = ancestors, 0
+            for user in node.users:
+                self._users[node] |= output if user.op == "output" else self._bit.get(user, 0)
             if any(value.parameter is not None and value.differentiable and value.dims > 1 for value in call.inputs):
                 self._weights |= self._bit[node]
 
@@ -168,8 +173,7 @@ class _RegionSearch:
         while before != region:
             before = region
             for node in self.nodes_of(before):
-                outside = ~(region | joins)
-                if any(user.op == "output" or self._bit.get(user, 0) & outside for user in node.users):
+                if self._users[node] & ~(region | joins):
                     region &= ~self._ancestors[node]
         return region & ~joins
 

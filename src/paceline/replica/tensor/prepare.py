@@ -15,7 +15,9 @@ from paceline.program import Program, call
 from paceline.replica.base import Batch
 from paceline.replica.capture.capture import Captured, capture
 from paceline.replica.capture.export import WAYS_OUT
+from paceline.replica.capture.handover import Obtain, capture_here
 from paceline.replica.capture.input_spec import resized
+from paceline.replica.capture.looks import other_batches
 from paceline.replica.module_utils import WithLoss, preserve_state
 from paceline.replica.tensor import rules as _rules
 from paceline.replica.tensor.base import OpCall
@@ -56,6 +58,7 @@ def prepare_shard(
     rules: ShardRules = NO_RULES,
     *,
     check: bool = True,
+    obtain: Obtain = capture_here,
 ) -> PreparedShard:
     """Prepare one shard of a model; all shards call it together.
 
@@ -67,6 +70,7 @@ def prepare_shard(
         gather: gathers a text of each shard.
         rules: rules of the strategy, which the plan keeps.
         check: compare the shards with the model; False: they can't communicate.
+        obtain: captures the model, or takes another worker's capture of it.
 
     Raises:
         InputError: see :func:`plan_program`; or the shards together do not compute what the model does.
@@ -74,7 +78,7 @@ def prepare_shard(
     """
     device = next(module.parameters()).device
     with program.autocast(str(device)):
-        captured, plan = plan_program(program, module, batch, shards.count, rules, gather)
+        captured, plan = plan_program(program, module, batch, shards.count, rules, gather, obtain)
         check_same_plan(plan, gather)
         shard = rewrite_for_shard(plan, shards)
         add_unused_tensors(shard, module)
@@ -96,6 +100,7 @@ def plan_program(
     count: int,
     rules: ShardRules = NO_RULES,
     gather: GatherText = gather_alone,
+    obtain: Obtain = capture_here,
     *,
     counts: bool = False,
 ) -> tuple[Captured, ShardingPlan]:
@@ -107,12 +112,19 @@ def plan_program(
     Raises:
         InputError: the model can't be captured, or nothing of it can be sharded, or not as the rules say.
     """
-    with_loss, inputs = WithLoss(program, module), (batch.input, batch.target)
-    _refuse_saved_hooks(with_loss, inputs, type(module).__name__)
-    captured = capture(with_loss, inputs, operators=True, of_inputs=False)
-    leaves = captured.flatten(inputs)
+    captured = obtain(lambda: capture_with_loss(program, module, batch), module)
+    leaves = captured.flatten((batch.input, batch.target))
     times = multiplication_counts if counts else agreed_op_times(captured, leaves, gather)
     return captured, plan_captured(captured, leaves, count, rules, times, type(module).__name__)
+
+
+def capture_with_loss(program: Program, module: nn.Module, batch: Batch) -> Captured:
+    """Capture a model with its loss, operator by operator; args and raises as :func:`plan_program`."""
+    with_loss, inputs = WithLoss(program, module), (batch.input, batch.target)
+    _refuse_saved_hooks(with_loss, inputs, type(module).__name__)
+    others = other_batches(program, batch.samples)
+    pairs = None if others is None else [(other.input, other.target) for other in others]
+    return capture(with_loss, inputs, operators=True, of_inputs=False, others=pairs)
 
 
 def plan_captured(

@@ -218,12 +218,10 @@ def input_cost(
         place = value.key
         sources = after.get(place, present.get(place))
         if sources is None and value.parameter is not None:  # a parameter is placed as it is first used
-            if placement == PARTIAL:
+            placed = parameter_cost(value, placement, call.shards)
+            if placed is None:
                 return None
-            weight = value.dims > 1 and value.differentiable and not isinstance(placement, (Shard, OnRank))
-            summed = placement == PARTIAL_GRAD and value.differentiable
-            sent = 2 * (call.shards - 1) * value.nbytes if summed else 0
-            cost += PlanCost(value.nbytes // value.dtype.itemsize if weight else 0, sent)
+            cost += placed
             after[place] = frozenset((placement,))
             continue
         sources = frozenset((REPLICATE,)) if sources is None else sources  # an input of the model is whole
@@ -238,6 +236,16 @@ def input_cost(
         redistributions.append((value, source, placement))
         after[place] = sources | {placement}
     return cost, tuple(redistributions), after
+
+
+def parameter_cost(value: GraphTensor, placement: Placement, shards: int) -> PlanCost | None:
+    """Compute the cost of a placement of a parameter; None: it can't have that one."""
+    if placement == PARTIAL:
+        return None
+    weight = value.dims > 1 and value.differentiable and not isinstance(placement, (Shard, OnRank))
+    summed = placement == PARTIAL_GRAD and value.differentiable
+    sent = 2 * (shards - 1) * value.nbytes if summed else 0
+    return PlanCost(value.nbytes // value.dtype.itemsize if weight else 0, sent)
 
 
 def cheapest_source(value: GraphTensor, sources: Placements, shards: int) -> Placement:

@@ -1,8 +1,8 @@
 """Sharding plan: the strategies of each operator, the user's rules, and the choice that sends the fewest bytes.
 
 Plans are compared by, first, the elements of weights that are replicated, then the bytes that a shard sends forward and
-backward, then the work of the shard that has most; the best is found exactly (:mod:`.plan_search`). By ``shard_rules``
-the plan may choose only among the strategies of one name for an operator.
+backward, then the work of the shard that has most; the best is found by :mod:`.plan_search`. By ``shard_rules`` the
+plan may choose only among the strategies of one name for an operator.
 """
 
 from collections import defaultdict
@@ -16,10 +16,11 @@ from paceline.replica.tensor import base
 from paceline.replica.tensor.base import GraphTensor, OpCall, OpStrategy
 from paceline.replica.tensor.branch_on_rank import BRANCH
 from paceline.replica.tensor.branches import PlacedRegion, place_branches
+from paceline.replica.tensor.cost_network import OpChoice
 from paceline.replica.tensor.graph_ops import OperatorGraph
 from paceline.replica.tensor.op_times import OpTimes, multiplication_counts
 from paceline.replica.tensor.placements import PARTIAL, PARTIAL_GRAD, REPLICATE, OnRank, Placement, Shard
-from paceline.replica.tensor.plan_search import OpChoice, SearchStep, cheapest_path
+from paceline.replica.tensor.plan_search import SearchStep, cheapest_steps
 from paceline.replica.tensor.redistribute import Placements, PlanCost, ValueKey
 from paceline.shard_rules import WHOLE, ShardRules
 
@@ -39,6 +40,18 @@ class ShardingPlan:
     parameters: Mapping[str, Placement]
     """Placement of each parameter and buffer."""
     cost: PlanCost
+    bound: PlanCost | None = None
+    """No plan costs less than this; None: this one is known to be the cheapest."""
+
+    @property
+    def gap(self) -> str:
+        """How far from the cheapest plan this one may be; empty: it is the cheapest."""
+        if self.bound is None:
+            return ""
+        if self.cost.whole > self.bound.whole:
+            return f"another may leave {self.cost.whole - self.bound.whole:,} parameters fewer whole"
+        saved = (self.cost.sent_bytes - self.bound.sent_bytes) / max(self.cost.sent_bytes, 1)
+        return f"another may send {saved:.1%} less"
 
     @property
     def shards_anything(self) -> bool:
@@ -71,22 +84,16 @@ def plan_sharding(
     regions = place_branches(graph, shards, times, lambda call: rules.of(module_of(call, owners)) == BRANCH)
     choices = op_choices(graph, user_rules, regions, fixed)
     user_rules.check()
-    common: dict[ValueKey, Placements] = {}
-    for choice in choices:
-        for index, value in enumerate(choice.call.inputs):
-            if value.parameter is not None:
-                open_ = frozenset(strategy.inputs[index] for strategy in (*choice.strategies, *choice.alone))
-                common[value.key] = common.get(value.key, open_) & open_
-    # The first search prunes by what all operators of a parameter can take; in rare graphs that promises too much.
-    best = cheapest_path(graph, choices, shards, common) or cheapest_path(graph, choices, shards, {})
+    best = cheapest_steps(graph, choices, shards)
     if best is None:
         raise InputError(
             f"shard_rules={str(rules)!r} divide a parameter that several modules have in more than one way; write "
             "the same way for all of them"
         )
-    steps, cost = tuple(best.steps()), best.cost
-    cost = cost._replace(sent_bytes=cost.sent_bytes / shards)  # the search counts k-ths of a byte
-    return ShardingPlan(graph, shards, steps, parameter_placements(steps), cost)
+    # The search counts k-ths of a byte.
+    cost = best.cost._replace(sent_bytes=best.cost.sent_bytes / shards)
+    bound = None if best.bound is None else best.bound._replace(sent_bytes=best.bound.sent_bytes / shards)
+    return ShardingPlan(graph, shards, best.steps, parameter_placements(best.steps), cost, bound)
 
 
 def parameter_placements(steps: Iterable[SearchStep]) -> dict[str, Placement]:
@@ -110,7 +117,7 @@ def op_choices(
     choices = list[OpChoice]()
     for call in graph.calls.values():
         inside = [i for i, region in enumerate(regions) if call.node in region.branch_of]
-        ends = [i for i, region in enumerate(regions) if region.region.join is call.node]
+        ended = (region for region in regions if region.region.join is call.node)
         alone = [regions[i].strategy(call) for i in inside]
         strategies = [*base.replicated_strategies(call)]
         rule = base.rule_of(call.target)
@@ -121,7 +128,7 @@ def op_choices(
             if rule.redistributes:
                 available = [each | _WHOLE for each in available]
             strategies += base.sharded_strategies(call, available)
-        strategies += (strategy for i in ends for strategy in regions[i].join_strategies(call))
+        strategies += (strategy for region in ended for strategy in region.join_strategies(call))
         names = [str(value.parameter) for value in call.inputs]
         kept = [
             strategy
@@ -133,7 +140,7 @@ def op_choices(
             outputs[value.key] = frozenset(strategy.outputs[index] for strategy in allowed)
         apart = [strategy for strategy in allowed if strategy not in alone]
         alone = [strategy for strategy in alone if strategy in allowed]
-        choices.append(OpChoice(call, apart, alone, next(iter(inside), None), next(iter(ends), None)))
+        choices.append(OpChoice(call, apart, alone, next(iter(inside), None)))
     return choices
 
 

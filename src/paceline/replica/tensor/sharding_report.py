@@ -74,6 +74,8 @@ class ShardingReport:
     divided_work: float
     """Share of the work that is in sharded operators."""
     parameters_by_shard: tuple[int, ...]
+    gap: str = ""
+    """How far from the cheapest plan this one may be at most; empty: it is the cheapest."""
 
     @property
     def collectives(self) -> int:
@@ -109,6 +111,8 @@ class ShardingReport:
             f"a step: {collectives}, {amount(self.sent_bytes)} sent by each shard",
             f"parameters by shard: {', '.join(f'{count:,}' for count in self.parameters_by_shard)}",
         ]
+        if self.gap:
+            lines.append(f"not known to be the cheapest plan: at most, {self.gap}")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -151,6 +155,7 @@ def sharding_report(plan: ShardingPlan, rules: ShardRules, passes: int = 1) -> S
         sum(size for name, size in sizes.items() if isinstance(plan.parameters.get(name), (Shard, OnRank))),
         fsum(amount for amount, sharded in work if sharded) / total if total else 0.0,
         tuple(by_shard),
+        plan.gap,
     )
 
 

@@ -1,0 +1,1 @@
+"""Trainers of other packages, whose optimizers make a run's steps; each module needs its package."""
