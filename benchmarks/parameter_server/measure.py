@@ -112,6 +112,20 @@ def cnn(options: Options) -> None:
         row(f"Ray actors, {design}", middle(rounds, design), ratio(rounds, design))
 
 
+def computing(options: Options) -> None:
+    """Updates a second of 8 workers that compute the CNN's gradients, beside Ray actors that compute nothing."""
+    workers, parameters = 8, 22_000
+    head(f"updates/s, {_how(options)}", "Paceline, the CNN", "Ray, merged, nothing", "ratio")
+    case = {"workers": workers, "parameters": parameters, "optimizer": "sgd", "seconds": options.seconds}
+    with LocalEngine() as engine:
+        rounds = alternate(
+            options.pairs,
+            functools.partial(paceline, engine, programs.images(None), workers, "asynchronous", options.seconds),
+            functools.partial(take, "ray_server:trivial", **case),
+        )
+    row(middle(rounds, OURS), middle(rounds, "merged"), ratio(rounds, "merged"))
+
+
 def hogwild(options: Options) -> None:
     """Updates a second, in place and without locks."""
     title = f"updates/s on {_images(options)}, {_how(options)}"
@@ -140,7 +154,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     tables = parser.add_subparsers(title="tables", required=True)
-    for table, seconds in ((trivial, 3.0), (on_ray, 3.0), (cnn, 10.0), (hogwild, 10.0)):
+    for table, seconds in ((trivial, 3.0), (on_ray, 3.0), (cnn, 10.0), (computing, 3.0), (hogwild, 10.0)):
         options = tables.add_parser(table.__name__, help=table.__doc__)
         options.set_defaults(table=table)
         options.add_argument("--pairs", type=int, default=5, help="rounds in which each side is measured (%(default)s)")

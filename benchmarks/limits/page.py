@@ -1,0 +1,36 @@
+"""The page: each figure beside its aim."""
+
+from collections.abc import Iterator, Sequence
+
+from kit.machine import described
+from kit.sheet import Row
+from kit.words import grid
+from limits import LIMITS, PAIRS
+
+HEAD = f"""\
+# Limits
+
+    python benchmarks/limits/measure.py
+    python benchmarks/limits/measure.py --page
+
+What speed on one host has come up against, beside what is aimed at. The first command runs the scripts of the last
+column (they are explained on the pages of their folders) and keeps their figures in `results/limits.csv`, the second
+writes this page. Sides alternate within one run; figures are medians of {PAIRS} turns.
+"""
+
+
+def page(rows: Sequence[Row]) -> str:
+    """The whole text."""
+    met = sum(row["met"] == "True" for row in rows)
+    table = grid(("what", "of", "measured", "aim", "", "by"), _lines(rows))
+    absent = [LIMITS[name].what for name in LIMITS if name not in {row["row"] for row in rows}]
+    rest = f"\nNot measured: {'; '.join(absent)}.\n" if absent else ""
+    return f"{HEAD}\nMachine: {described(rows)}. {met} of {len(rows)} aims are met.\n\n{table}\n{rest}"
+
+
+def _lines(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
+    for name, limit in LIMITS.items():
+        for number, row in enumerate(row for row in rows if row["row"] == name):
+            what, command = (limit.what, f"`{' '.join(limit.command)}`") if not number else ("", "")
+            missed = "" if row["met"] == "True" else "missed"
+            yield what, row["label"], f"{float(row['value']):.2f}", row["aim"], missed, command
