@@ -47,7 +47,7 @@ def test_trains_what_the_plain_script_trains(tmp_path: Path) -> None:
     lines = [line.rpartition("\r")[2].strip() for line in log.splitlines() if "test loss" in line]
     assert lines
     assert [line.rpartition("\r")[2].strip() for line in alone.splitlines() if "test loss" in line] == lines
-    assert "24/24" in alone  # the progress bar knows its length
+    assert "0/24" in alone  # the progress bar knows its length; an epoch may end before it is drawn again
     assert_same(tmp_path / "alone", tmp_path / "plain")
     run(JOINED, tmp_path / "two", "--batch-size", "32", ranks=2)
     assert_same(tmp_path / "two", tmp_path / "plain")
