@@ -9,7 +9,7 @@ import pytest
 from paceline.comm import liveness
 from paceline.comm import wakeup as module
 from paceline.comm.fork_server import ForkServer
-from paceline.comm.wakeup import FENCED, EventFd, Poller, Wakeup
+from paceline.comm.wakeup import FENCED, OWN_CORE, SHARED_CORES, EventFd, Poller, Wakeup
 
 
 def test_an_eventfd_stays_set_until_it_is_cleared() -> None:
@@ -143,10 +143,41 @@ def test_long_waits_are_polled_less_and_less(wakeup: Wakeup, monkeypatch: pytest
         return counted
 
     monkeypatch.setattr(module.time, "monotonic_ns", lambda: now)
-    long, short = module.SHORT_NS, module.SHORT_NS - 1
+    long = SHARED_CORES.short_ns
+    short = long - 1
     assert [polls_before(long) for _ in range(9)] == [65, 33, 17, 9, 5, 3, 2, 1, 1]
     assert [polls_before(ns) for ns in (short, short, long, long)] == [1, 65, 65, 33]
     assert wakeup.spin(lambda: True)
+
+
+def test_a_core_of_its_own_is_kept_for_longer_unless_a_yield_gives_it_away(
+    word: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, yield_ns, yields = 0, 1000, 0
+
+    def give_way() -> None:
+        nonlocal now, yields
+        now, yields = now + yield_ns, yields + 1
+
+    def yields_in_a_wait() -> int:
+        nonlocal yields
+        yields = 0
+        assert not wakeup.spin(lambda: False)
+        wakeup.sleep(lambda: False, lambda seconds: None, 1.0)
+        return yields
+
+    monkeypatch.setattr(module.time, "monotonic_ns", lambda: now)
+    monkeypatch.setattr(module.os, "sched_yield", give_way)
+    wakeup = Wakeup(EventFd(), word, polling=OWN_CORE)
+    assert yields_in_a_wait() == OWN_CORE.polls
+    yield_ns = module.DISPLACED_NS + 1
+    assert yields_in_a_wait() == 1
+    yield_ns = 1000
+    assert yields_in_a_wait() <= SHARED_CORES.polls  # another program has the core
+    now += module.CONTENDED_NS
+    assert yields_in_a_wait() <= SHARED_CORES.polls
+    assert yields_in_a_wait() == OWN_CORE.polls
+    wakeup.event.close()
 
 
 @pytest.mark.parametrize(

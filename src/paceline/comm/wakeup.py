@@ -23,7 +23,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from paceline.core.types import Nanoseconds, Seconds
 
@@ -151,11 +151,26 @@ class Futex:
         """Do nothing: a futex has no state but the word, which the wakeup itself clears."""
 
 
-# Polls before a wait blocks, at most; with a yield in between each takes about a microsecond.
-MAX_POLLS = 64
+class Polling(NamedTuple):
+    """How a wait polls before it blocks."""
 
-# After a wait that was this short the next one spins fully; after longer ones, half as long each time.
-SHORT_NS: Nanoseconds = 300_000
+    polls: int
+    """At most; with a yield in between each takes about a microsecond."""
+    short_ns: Nanoseconds
+    """After a wait that was this short the next one polls fully; after longer ones, half as often each time."""
+
+
+SHARED_CORES = Polling(64, 300_000)
+"""Others may need the core."""
+
+OWN_CORE = Polling(2048, 2_000_000)
+"""There is a core for each process: to wake one from its sleep takes longer than many a step."""
+
+# A yield that took longer has given the core to another program.
+DISPLACED_NS: Nanoseconds = 500_000
+
+# For so long after that the core counts as shared.
+CONTENDED_NS: Nanoseconds = 500_000_000
 
 UNBOUNDED_NS: Nanoseconds = 2**63
 
@@ -186,11 +201,19 @@ class Wakeup:
         asleep: one 8-byte word, 0 at first; written by both sides.
         spin_ns: longest time that a wait polls before it blocks. Where other processes compute, a yield may last until
             their time slice is over; a process that sleeps instead runs as soon as it is woken.
+        polling: how a wait polls before that; may change between waits.
     """
 
-    def __init__(self, event: EventFd | Futex, asleep: "memoryview[int]", spin_ns: Nanoseconds = UNBOUNDED_NS) -> None:
-        self.event, self._asleep, self.spin_ns = event, asleep, spin_ns
-        self._polls = MAX_POLLS
+    def __init__(
+        self,
+        event: EventFd | Futex,
+        asleep: "memoryview[int]",
+        spin_ns: Nanoseconds = UNBOUNDED_NS,
+        polling: Polling = SHARED_CORES,
+    ) -> None:
+        self.event, self._asleep, self.spin_ns, self.polling = event, asleep, spin_ns, polling
+        self._polls = polling.polls
+        self._contended_until: Nanoseconds = 0
         self._began: Nanoseconds = 0
         self._busy_ns: Nanoseconds = 0
 
@@ -214,18 +237,31 @@ class Wakeup:
         self._busy_ns = 2 * wait_ns if 2 * wait_ns < min(MAX_BUSY_NS, worked_ns // 8) else 0
 
     def spin(self, ready: Callable[[], bool]) -> bool:
-        """Poll for a moment, if such waits were short lately; return whether ``ready`` did."""
+        """Poll for a moment, if such waits were short lately; return whether ``ready`` did.
+
+        A core of its own that another program has taken for a while counts as shared.
+        """
         self._began = began = time.monotonic_ns()
         while self._busy_ns and time.monotonic_ns() - began < self._busy_ns:
             if ready():
                 return True
-        for _ in range(self._polls):
+        last = time.monotonic_ns()
+        for _ in range(min(self._polls, self._polling_at(last).polls)):
             if ready():
                 return True
             os.sched_yield()
-            if time.monotonic_ns() - began > self.spin_ns:
+            now = time.monotonic_ns()
+            if now - last > DISPLACED_NS:
+                self._contended_until = now + CONTENDED_NS
+                if self.polling is not SHARED_CORES:
+                    break
+            if now - began > self.spin_ns:
                 break
+            last = now
         return ready()
+
+    def _polling_at(self, now: Nanoseconds) -> Polling:
+        return self.polling if now >= self._contended_until else SHARED_CORES
 
     def sleep(self, ready: Callable[[], bool], block: Callable[[Seconds], object], timeout_s: Seconds) -> None:
         """Block until notified; return at once if ``ready`` does. For the owner alone.
@@ -242,5 +278,7 @@ class Wakeup:
             block(min(timeout_s, DOZE_S))
             self.event.clear()
         self._asleep[0] = 0
-        short = time.monotonic_ns() - self._began < SHORT_NS
-        self._polls = MAX_POLLS if short else self._polls // 2
+        now = time.monotonic_ns()
+        most, short_ns = self._polling_at(now)
+        short = now - self._began < short_ns
+        self._polls = most if short else min(self._polls, most) // 2

@@ -324,6 +324,11 @@ def threads(strategy: Strategy, workers_here: int | None = None) -> int:
     return strategy.threads or max(1, len(os.sched_getaffinity(0)) // (workers_here or strategy.workers))
 
 
+def own_cores(strategy: Strategy) -> bool:
+    """Return whether there is a core of this host for each thread of its workers, and one for the main process."""
+    return strategy.workers * threads(strategy) < len(os.sched_getaffinity(0))
+
+
 def set_threads_and_seed(job: Job, replica: ReplicaId, workers_here: int | None = None) -> None:
     """Set this process's threads, unless it has joined by itself and they are its own, and its seed by its replica."""
     if job.strategy.threads is not None or not job.joins:

@@ -20,6 +20,7 @@ from paceline.aggregation.base import Arrival
 from paceline.checkpoint.base import TensorChunk
 from paceline.comm.fork_server import ForkServer
 from paceline.comm.shared_pickle import share
+from paceline.comm.wakeup import OWN_CORE, SHARED_CORES
 from paceline.core.errors import CallbackError, WorkerError
 from paceline.core.noise_scale import NoiseAccumulator
 from paceline.core.records import WorkerFigures
@@ -36,7 +37,7 @@ from paceline.engine.local.server import ServerContext, SharedMemoryServer
 from paceline.engine.local.worker_processes import ENTRY, WorkerProcesses
 from paceline.engine.loop import TICK_S, RunLoop
 from paceline.engine.process_supervisor import Event
-from paceline.engine.run_context import RunContext, first_state, threads
+from paceline.engine.run_context import RunContext, first_state, own_cores, threads
 from paceline.engine.scaling import scaling_files
 from paceline.engine.server_optimizer import ServerOptimizer
 from paceline.engine.spmd.capturing import preparing
@@ -127,6 +128,7 @@ class LocalRun:
         closing.callback(self._checkpointer.close)
         self._began: Nanoseconds = time.monotonic_ns()
         self._polled_s: Seconds = 0.0
+        self._own_core = own_cores(job.strategy)
         parts = MembershipContext(
             job, context, self._arena, self._server, workers, self._loop, self._take, self._now, self._paused_until
         )
@@ -236,6 +238,8 @@ class LocalRun:
     def _wait(self, timeout_s: Seconds) -> list[Event]:
         """Wait for events; those that are no completion are polled once a while, however many completions come."""
         wakeup, server, events = self._workers.wakeup, self._server, list[Event]()
+        # Snapshots are evaluated on what cores are idle.
+        wakeup.polling = OWN_CORE if self._own_core and not self._evaluation.queue.snapshots else SHARED_CORES
         if wakeup.spin(server.has_news) and self._now() - self._polled_s < POLL_S:
             return events
         self._polled_s = self._now()

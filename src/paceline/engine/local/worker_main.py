@@ -22,7 +22,7 @@ import torch
 from paceline.comm import liveness
 from paceline.comm.linux import keep_freed_memory
 from paceline.comm.shared_pickle import SharedObject, unpack
-from paceline.comm.wakeup import EventFd, Wakeup
+from paceline.comm.wakeup import OWN_CORE, SHARED_CORES, EventFd, Polling, Wakeup
 from paceline.core.data_order import BatchRange
 from paceline.core.errors import encode_failure
 from paceline.core.mesh import Coordinate
@@ -34,7 +34,7 @@ from paceline.engine.local.arena import ArenaLayout, ParameterArena
 from paceline.engine.local.control_block import ARRIVED, CANCELLED, Completion, Grant
 from paceline.engine.local.own_state import OwnStates
 from paceline.engine.local.parallel_update import SliceOptimizer
-from paceline.engine.run_context import RunContext, set_threads_and_seed
+from paceline.engine.run_context import RunContext, own_cores, set_threads_and_seed
 from paceline.engine.worker_metrics import WorkerMetrics, remove_workers_file
 from paceline.replica.base import Measured
 from paceline.replica.flat_state import FlatLayout, FlatState
@@ -60,7 +60,8 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
         use(device)
         layout = FlatLayout.of(module, job.running_buffers)
         arena = ParameterArena(ArenaLayout.of(context, layout, args["remembers"]), arena_fd)
-        client = SharedMemoryClient(arena, replica, own_fd, main_fd, device)
+        polling = OWN_CORE if own_cores(job.strategy) else SHARED_CORES
+        client = SharedMemoryClient(arena, replica, own_fd, main_fd, device, polling)
         liveness.last_acts.append(functools.partial(_say_orphaned, client, replica))
         step_bytes = 2 * layout.parameter_bytes if context.delta_slots else 0
         metrics = WorkerMetrics(arena.control.metrics, replica, recorder, step_bytes, context.per_step)
@@ -131,15 +132,22 @@ class SharedMemoryClient(GrantedClient):
         own_fd: eventfd that is notified when there is a grant or a slice for this replica.
         main_fd: eventfd to notify when there is a completion or a finished slice for main.
         device: computes Δ, and has written it before an attempt is reported as complete.
+        polling: how it waits for a grant.
     """
 
     def __init__(
-        self, arena: ParameterArena, replica: ReplicaId, own_fd: int, main_fd: int, device: torch.device = CPU
+        self,
+        arena: ParameterArena,
+        replica: ReplicaId,
+        own_fd: int,
+        main_fd: int,
+        device: torch.device = CPU,
+        polling: Polling = SHARED_CORES,
     ) -> None:
         super().__init__(arena.control.completed[replica])
         self._device = device
         self._arena, self._control, self._replica = arena, arena.control, replica
-        self._wakeup = Wakeup(EventFd(own_fd), arena.control.sleep_flag(replica))
+        self._wakeup = Wakeup(EventFd(own_fd), arena.control.sleep_flag(replica), polling=polling)
         self._main = Wakeup(EventFd(main_fd), arena.control.sleep_flag(None))
         self._in_place = arena.layout.slots == 0
         self._slices = SliceOptimizer(arena)
