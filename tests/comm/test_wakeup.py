@@ -174,8 +174,14 @@ def test_a_core_of_its_own_is_kept_for_longer_unless_a_yield_gives_it_away(
     assert yields_in_a_wait() == 1
     yield_ns = 1000
     assert yields_in_a_wait() <= SHARED_CORES.polls  # another program has the core
-    now += module.CONTENDED_NS
-    assert yields_in_a_wait() <= SHARED_CORES.polls
+    for contended_ns in (module.CONTENDED_NS, 2 * module.CONTENDED_NS, 4 * module.CONTENDED_NS):
+        now += contended_ns
+        assert yields_in_a_wait() <= SHARED_CORES.polls  # as many as before
+        yield_ns = module.DISPLACED_NS + 1
+        assert yields_in_a_wait() == 1  # again, so it is left alone for twice as long
+        yield_ns = 1000
+    now += module.MAX_CONTENDED_NS
+    yields_in_a_wait()
     assert yields_in_a_wait() == OWN_CORE.polls
     wakeup.event.close()
 

@@ -169,8 +169,9 @@ OWN_CORE = Polling(2048, 2_000_000)
 # A yield that took longer has given the core to another program.
 DISPLACED_NS: Nanoseconds = 500_000
 
-# For so long after that the core counts as shared.
-CONTENDED_NS: Nanoseconds = 500_000_000
+# For so long after that the core counts as shared; twice as long each time if that happens again within as long.
+CONTENDED_NS: Nanoseconds = 10_000_000
+MAX_CONTENDED_NS: Nanoseconds = 1_000_000_000
 
 UNBOUNDED_NS: Nanoseconds = 2**63
 
@@ -213,7 +214,7 @@ class Wakeup:
     ) -> None:
         self.event, self._asleep, self.spin_ns, self.polling = event, asleep, spin_ns, polling
         self._polls = polling.polls
-        self._contended_until: Nanoseconds = 0
+        self._contended_until = self._contended_ns = 0
         self._began: Nanoseconds = 0
         self._busy_ns: Nanoseconds = 0
 
@@ -251,14 +252,19 @@ class Wakeup:
                 return True
             os.sched_yield()
             now = time.monotonic_ns()
-            if now - last > DISPLACED_NS:
-                self._contended_until = now + CONTENDED_NS
-                if self.polling is not SHARED_CORES:
-                    break
+            if now - last > DISPLACED_NS and self.polling is not SHARED_CORES:
+                self._displaced(now)
+                break
             if now - began > self.spin_ns:
                 break
             last = now
         return ready()
+
+    def _displaced(self, now: Nanoseconds) -> None:
+        """Note that another program has had the core."""
+        again = now - self._contended_until < self._contended_ns
+        self._contended_ns = min(2 * self._contended_ns, MAX_CONTENDED_NS) if again else CONTENDED_NS
+        self._contended_until = now + self._contended_ns
 
     def _polling_at(self, now: Nanoseconds) -> Polling:
         return self.polling if now >= self._contended_until else SHARED_CORES

@@ -17,9 +17,10 @@ from typing import Any, Protocol, final
 import torch
 from torch import nn
 from torch.jit import ScriptModule
+from torch.utils.hooks import RemovableHandle
 
 from paceline.core.errors import InputError
-from paceline.core.types import Clock, ReplicaId, Seconds
+from paceline.core.types import Clock, Nanoseconds, ReplicaId, Seconds
 from paceline.engine.base import LoopEvent
 from paceline.engine.batch_dispatcher import NO_BATCHES
 from paceline.engine.own_loop import OwnLoop, Turns
@@ -34,6 +35,9 @@ from paceline.step import Server, contribute, step
 
 # How many layers of a forward pass check for cancellation, at least; a hook costs some microseconds.
 CANCEL_CHECKS = 4
+
+# A cancelled micro-step that is shorter is computed to its end.
+SHORT_STEP_NS: Nanoseconds = 2_000_000
 
 
 class Cancelled(Exception):  # noqa: N818 (not an error)
@@ -127,24 +131,53 @@ class GrantedClient(ABC):
         """Report the end of the attempt, after Δ was written unless it was cancelled."""
 
 
-def check_in_forward(module: nn.Module, client: GrantedClient) -> None:
-    """Let a forward pass end between two layers when its attempt is cancelled; a compiled one is in one piece."""
+@final
+class ForwardChecks:
+    """Let a forward pass end between two layers when its attempt is cancelled; a compiled one is in one piece.
 
-    def check(*_: object) -> None:
-        if not torch.compiler.is_compiling() and client.to_break_off():
+    Checks cost as much as a small layer, so a model whose micro-steps are short has none.
+
+    Args:
+        module: that computes.
+        client: knows whether it is to end.
+    """
+
+    def __init__(self, module: nn.Module, client: GrantedClient) -> None:
+        self._client = client
+        # Scripted layers take no hooks.
+        layers = [m for m in module.modules() if next(m.children(), None) is None and not isinstance(m, ScriptModule)]
+        self._layers = layers[:: max(1, len(layers) // CANCEL_CHECKS)]
+        self._handles = list[RemovableHandle]()
+        self.advanced(SHORT_STEP_NS)
+
+    def advanced(self, took_ns: Nanoseconds) -> None:
+        """Check from now on, or no more: a micro-step took so long."""
+        short = took_ns < SHORT_STEP_NS
+        if short and self._handles:
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+        elif not (short or self._handles):
+            self._handles += [layer.register_forward_pre_hook(self._check) for layer in self._layers]
+
+    def _check(self, *_: object) -> None:
+        if not torch.compiler.is_compiling() and self._client.to_break_off():
             raise Cancelled
-
-    # Scripted layers take no hooks.
-    layers = [m for m in module.modules() if next(m.children(), None) is None and not isinstance(m, ScriptModule)]
-    for layer in layers[:: max(1, len(layers) // CANCEL_CHECKS)]:
-        layer.register_forward_pre_hook(check)
 
 
 class InstrumentedReplica(Replica):
-    """A replica whose pulls and pushes are recorded."""
+    """A replica whose pulls and pushes are recorded, and whose forward passes may be checked."""
 
-    def __init__(self, inner: Replica, metrics: WorkerMetrics, client: ParameterClient, delta_bytes: int) -> None:
+    def __init__(
+        self,
+        inner: Replica,
+        metrics: WorkerMetrics,
+        client: ParameterClient,
+        delta_bytes: int,
+        checks: ForwardChecks | None = None,
+    ) -> None:
         self._inner, self._metrics, self._client, self._bytes = inner, metrics, client, delta_bytes
+        self._checks = checks
 
     def adopt(self, state: FlatState) -> None:
         began = time.monotonic_ns()
@@ -152,7 +185,12 @@ class InstrumentedReplica(Replica):
         self._metrics.spent("pull", began, self._client.attempt, self._bytes)
 
     def advance(self, batch: Batch, clock: int) -> float:
-        return self._inner.advance(batch, clock)
+        if self._checks is None:
+            return self._inner.advance(batch, clock)
+        began = time.monotonic_ns()
+        loss = self._inner.advance(batch, clock)
+        self._checks.advanced(time.monotonic_ns() - began)
+        return loss
 
     def finish(self, out: FlatState) -> Measured:
         began = time.monotonic_ns()

@@ -17,6 +17,7 @@ from paceline.core.mesh import Coordinate
 from paceline.core.records import Record
 from paceline.engine import worker_metrics
 from paceline.engine.base import Budget, Job
+from paceline.engine.client_worker import SHORT_STEP_NS, Cancelled, ForwardChecks
 from paceline.engine.evaluation import SnapshotInfo
 from paceline.engine.local import engine as engine_module
 from paceline.engine.local.arena import ArenaLayout, ParameterArena
@@ -230,6 +231,16 @@ def test_a_cancelled_step_counts_whole(metrics: MetricsBlock) -> None:
     gauge.stepped(pushed=False)
     gauge.stepped(pushed=False, skipped=1)
     assert metrics.figures(0).steps == 1
+
+
+def test_a_forward_pass_is_broken_off_unless_steps_are_short() -> None:
+    client: Any = SimpleNamespace(to_break_off=lambda: True)
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    checks = ForwardChecks(module, client)
+    for took_ns in (SHORT_STEP_NS, SHORT_STEP_NS - 1) * 2:
+        checks.advanced(took_ns)
+        with pytest.raises(Cancelled) if took_ns == SHORT_STEP_NS else nullcontext():
+            module(torch.ones(1, 2))
 
 
 def test_nobody_is_busier_than_the_run_was_long(metrics: MetricsBlock) -> None:

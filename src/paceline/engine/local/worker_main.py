@@ -29,7 +29,7 @@ from paceline.core.mesh import Coordinate
 from paceline.core.types import Clock, Nanoseconds, ReplicaId, Seconds, Version
 from paceline.device import CPU, synchronize, use
 from paceline.engine.base import Job, LoopEvent, loop_message
-from paceline.engine.client_worker import ClientWorker, GrantedClient, InstrumentedReplica, check_in_forward
+from paceline.engine.client_worker import ClientWorker, ForwardChecks, GrantedClient, InstrumentedReplica
 from paceline.engine.local.arena import ArenaLayout, ParameterArena
 from paceline.engine.local.control_block import ARRIVED, CANCELLED, Completion, Grant
 from paceline.engine.local.own_state import OwnStates
@@ -65,9 +65,9 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
         liveness.last_acts.append(functools.partial(_say_orphaned, client, replica))
         step_bytes = 2 * layout.parameter_bytes if context.delta_slots else 0
         metrics = WorkerMetrics(arena.control.metrics, replica, recorder, step_bytes, context.per_step)
-        check_in_forward(module, client)
+        checks = None if job.strategy.compile else ForwardChecks(module, client)
         inner = context.replica(replica, module, layout, recorder)
-        measured = InstrumentedReplica(inner, metrics, client, layout.parameter_bytes)
+        measured = InstrumentedReplica(inner, metrics, client, layout.parameter_bytes, checks)
         own, report = autograd_of(inner), functools.partial(report_to_main, link)
         worker = ClientWorker(context, replica, measured, client, metrics, args["first"], report=report, autograd=own)
         states = OwnStates.of(arena)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from paceline.core.types import Nanoseconds
 from paceline.engine.base import Job
-from paceline.engine.client_worker import ClientWorker, InstrumentedReplica, check_in_forward
+from paceline.engine.client_worker import ClientWorker, ForwardChecks, InstrumentedReplica
 from paceline.engine.own_states import OwnState, own_bytes
 from paceline.engine.run_context import RunContext, set_threads_and_seed
 from paceline.engine.server.delta_codec import DeltaCodec
@@ -47,9 +47,9 @@ def run_replica(job: Job, assignment: ReplicaAssignment, links: ServerLinks, can
         pushed = sum(codec.nbytes for codec in codecs if codec is not None) or layout.parameter_bytes
         metrics = WorkerMetrics(sink, replica, spans.recorder, layout.parameter_bytes + pushed, context.per_step)
         client.waited = metrics.waited
-        check_in_forward(module, client)
+        checks = None if job.strategy.compile else ForwardChecks(module, client)
         inner = context.replica(replica, module, layout, spans.recorder)
-        measured = InstrumentedReplica(inner, metrics, client, layout.parameter_bytes)
+        measured = InstrumentedReplica(inner, metrics, client, layout.parameter_bytes, checks)
         own, made = autograd_of(inner), assignment.micro_steps
         report = functools.partial(links.first.call, "reported")
         worker = ClientWorker(
