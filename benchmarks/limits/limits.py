@@ -163,7 +163,7 @@ LIMITS = {
         hogwild,
     ),
     "asynchronous": Limit(
-        "asynchronous updates/s of a CNN of 22k parameters, 8 workers ÷ a Ray server whose workers compute nothing",
+        "asynchronous updates/s of 22k parameters, 8 workers, forward and backward ÷ Ray actors that compute nothing",
         ("parameter_server/measure.py", "computing", "--pairs", f"{PAIRS}"),
         asynchronous,
     ),

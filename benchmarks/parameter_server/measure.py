@@ -113,17 +113,19 @@ def cnn(options: Options) -> None:
 
 
 def computing(options: Options) -> None:
-    """Updates a second of 8 workers that compute the CNN's gradients, beside Ray actors that compute nothing."""
+    """Updates a second of 8 workers that run a model forward and backward, beside Ray actors that compute nothing."""
     workers, parameters = 8, 22_000
-    head(f"updates/s, {_how(options)}", "Paceline, the CNN", "Ray, merged, nothing", "ratio")
+    columns = "Paceline, forward and backward", "Ray, separate, nothing", "Ray, merged, nothing"
+    head(f"updates/s, {_how(options)}", *columns, "ratio", "÷ merged")
     case = {"workers": workers, "parameters": parameters, "optimizer": "sgd", "seconds": options.seconds}
     with LocalEngine() as engine:
+        program = programs.trivial(parameters, "sgd")
         rounds = alternate(
             options.pairs,
-            functools.partial(paceline, engine, programs.images(None), workers, "asynchronous", options.seconds),
+            functools.partial(paceline, engine, program, workers, "asynchronous", options.seconds),
             functools.partial(take, "ray_server:trivial", **case),
         )
-    row(middle(rounds, OURS), middle(rounds, "merged"), ratio(rounds, "merged"))
+    row(*(middle(rounds, side) for side in (OURS, *DESIGNS)), *(ratio(rounds, design) for design in DESIGNS))
 
 
 def hogwild(options: Options) -> None:
