@@ -72,6 +72,15 @@ def assert_equal_runs(program: Program, other: Program, strategy: str) -> None:
     assert fingerprint(program, module) == fingerprint(other, module)
 
 
+WORKERS = {
+    "num_workers": 1,
+    "prefetch_factor": 3,
+    "persistent_workers": True,
+    "worker_init_fn": initialize,
+    "multiprocessing_context": "fork",
+    "timeout": 60,
+}
+
 LOADERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "shuffled": ({"batch_size": 4, "shuffle": True}, {"batch_size": 4}),
     "in order": ({"batch_size": 4}, {"batch_size": 4, "shuffle": False}),
@@ -91,29 +100,7 @@ LOADERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"batch_sampler": BatchSampler(RandomSampler(ROWS), 4, True)},
         {"batch_size": 4, "drop_last": True},
     ),
-    "workers": (
-        {
-            "batch_size": 4,
-            "shuffle": True,
-            "num_workers": 1,
-            "prefetch_factor": 3,
-            "persistent_workers": True,
-            "worker_init_fn": initialize,
-            "multiprocessing_context": "fork",
-            "timeout": 60,
-        },
-        {
-            "batch_size": 4,
-            "loader": {
-                "num_workers": 1,
-                "prefetch_factor": 3,
-                "persistent_workers": True,
-                "worker_init_fn": initialize,
-                "multiprocessing_context": "fork",
-                "timeout": 60,
-            },
-        },
-    ),
+    "workers": ({"batch_size": 4, "shuffle": True, **WORKERS}, {"batch_size": 4, "loader": WORKERS}),
 }
 
 

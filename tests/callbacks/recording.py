@@ -67,3 +67,12 @@ def assert_whole(recording: Recording, run: Run) -> None:
     assert sorted(recording.of("record"), key=lambda each: each.time_s) == run.history
     assert recording.of("departure") == run.left
     assert recording.of("end") == [run]
+
+
+def assert_ended(recording: Recording, run: Run, steps: int) -> None:
+    """It has ended a run of so many steps with its third record or later, and A is that of the last one."""
+    assert_whole(recording, run)
+    assert len(run.history) >= 3
+    assert run.history[-1].updates == run.summary["updates"]
+    assert run.summary["steps"] < steps
+    assert (run.summary["stopped"], run.summary["interrupted"]) == ("enough", False)

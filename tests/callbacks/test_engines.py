@@ -14,7 +14,7 @@ from paceline import CallbackError, Run, callbacks, train
 from paceline.comm.fork_server import ForkServer
 from paceline.core.records import Record
 from tests import ranks
-from tests.callbacks.recording import Recording, assert_whole
+from tests.callbacks.recording import Recording, assert_ended, assert_whole
 from tests.engine import programs
 from tests.engine.distributed_cases import kept
 from tests.ranks import Play
@@ -97,11 +97,7 @@ def test_local(local: Local, strategy: str) -> None:
     assert "stopped" not in run.summary
     # Elsewhere than under a simulated clock replicas go on until the third record is there.
     stopped = local(program(), strategy, steps=MANY, evaluate_every=50, callbacks=[stopping])
-    assert_whole(stopping, stopped)
-    assert len(stopped.history) >= 3
-    assert stopped.history[-1].updates == stopped.summary["updates"]
-    assert stopped.summary["steps"] < MANY
-    assert (stopped.summary["stopped"], stopped.summary["interrupted"]) == ("enough", False)
+    assert_ended(stopping, stopped, MANY)
 
 
 @pytest.mark.parametrize("strategy", ["replicas=2", "replicas=2 stages=2"])

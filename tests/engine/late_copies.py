@@ -1,6 +1,6 @@
 """Copies of snapshots that begin as late as they may."""
 
-import time
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,23 +17,30 @@ def copy_late(patch: pytest.MonkeyPatch, executor: type[Any]) -> None:
         patch: undoes it.
         executor: class whose ``apply`` makes updates, in this process.
     """
-    updates, waiting = list[None](), list[None]()
+    updates, waiting, changed = 0, False, threading.Condition()
     apply, copy, wait = executor.apply, writer._Staging.copy, writer.CheckpointWriter.wait_copied
 
     def applied(own: Any, action: Any) -> None:
+        nonlocal updates
         apply(own, action)
-        updates.append(None)
+        with changed:
+            updates += 1
+            changed.notify_all()
 
     def waits(own: writer.CheckpointWriter) -> None:
-        waiting.append(None)
+        nonlocal waiting
+        with changed:
+            waiting = True
+            changed.notify_all()
         wait(own)
 
     def copies(staging: Any, tensors: Sequence[Tensor]) -> None:
-        before, deadline = len(updates), time.monotonic() + 60.0
-        while not waiting and len(updates) == before and time.monotonic() < deadline:
-            time.sleep(0.0005)
+        nonlocal waiting
+        with changed:
+            before = updates
+            changed.wait_for(lambda: waiting or updates > before, 60.0)
         copy(staging, tensors)
-        waiting.clear()
+        waiting = False
 
     patch.setattr(executor, "apply", applied)
     patch.setattr(writer.CheckpointWriter, "wait_copied", waits)

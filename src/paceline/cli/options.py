@@ -1,4 +1,4 @@
-"""Options that ``train`` and ``compare`` have in common, declared once."""
+"""Options that several commands have in common, declared once."""
 
 import functools
 import inspect
@@ -32,6 +32,18 @@ Json = Annotated[bool, Option("--json", help="Print one JSON object on stdout an
 _budget, _pace, _data, _output = (
     functools.partial(Option, rich_help_panel=panel) for panel in ("Budget", "Pace", "Data", "Output")
 )
+checkpoint_option = functools.partial(Option, rich_help_panel="Checkpoints")
+
+CheckpointFolder = Annotated[
+    Path | None, checkpoint_option(help="Folder to save the run in while it lasts, and once at its end.")
+]
+CheckpointEvery = Annotated[
+    str | None, checkpoint_option(help='"5min", "90 s" or "500 steps" of each replica.', show_default="5min")
+]
+Keep = Annotated[int, checkpoint_option(help="How many checkpoints are kept.")]
+Resume = Annotated[
+    bool, checkpoint_option("--resume", help="Go on from the newest sound checkpoint; where there is none, begin.")
+]
 
 
 @dataclass(frozen=True)

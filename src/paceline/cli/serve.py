@@ -2,14 +2,13 @@
 
 import functools
 from dataclasses import fields
-from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Argument, Option
 
 from paceline.cli.console import end, print_json, session
-from paceline.cli.options import Json, ProgramName, Shared, with_shared
-from paceline.cli.train import checkpoint_option, print_summary
+from paceline.cli.options import CheckpointEvery, CheckpointFolder, Json, Keep, ProgramName, Resume, Shared, with_shared
+from paceline.cli.train import print_summary
 
 # Options of other commands that are about replicas of Paceline's own.
 _LEFT_OUT = ("engine", "delay", "times", "noise_scale", "on_death", "seconds", "suspect_after_s", "trace")
@@ -29,16 +28,10 @@ def serve(
     ] = 30.0,
     timeout_s: Annotated[float, Option(help="Seconds within which a process must answer.")] = 60.0,
     seconds: Annotated[float | None, Option(rich_help_panel="Budget", help="Training time.")] = None,
-    checkpoint: Annotated[
-        Path | None, checkpoint_option(help="Folder to save the run in while it lasts, and once at its end.")
-    ] = None,
-    checkpoint_every: Annotated[
-        str | None, checkpoint_option(help='"5min", "90 s" or "500 steps" of each replica.', show_default="5min")
-    ] = None,
-    keep: Annotated[int, checkpoint_option(help="How many checkpoints are kept.")] = 3,
-    resume: Annotated[
-        bool, checkpoint_option("--resume", help="Go on from the newest sound checkpoint; where there is none, begin.")
-    ] = False,
+    checkpoint: CheckpointFolder = None,
+    checkpoint_every: CheckpointEvery = None,
+    keep: Keep = 3,
+    resume: Resume = False,
     json: Json = False,
 ) -> None:
     """Hold PROGRAM's parameters for processes that join by address: paceline serve train.py:program --out runs/a.

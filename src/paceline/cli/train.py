@@ -1,8 +1,6 @@
 """``paceline train``: one program under one strategy, and the summary of the run as a table."""
 
-import functools
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
@@ -11,14 +9,22 @@ from rich.text import Text
 from typer import Exit, Option, echo
 
 from paceline.cli.console import FAILED, end, print_json, session
-from paceline.cli.options import Json, ProgramName, Shared, with_shared
+from paceline.cli.options import (
+    CheckpointEvery,
+    CheckpointFolder,
+    Json,
+    Keep,
+    ProgramName,
+    Resume,
+    Shared,
+    checkpoint_option,
+    with_shared,
+)
 from paceline.core.errors import InputError
 from paceline.metrics.efficiency import verdict
 
 if TYPE_CHECKING:
     from paceline.run import Run
-
-checkpoint_option = functools.partial(Option, rich_help_panel="Checkpoints")
 
 ROWS = (
     ("test accuracy", "test_accuracy", "{:.2%}"),
@@ -86,17 +92,10 @@ def train(
         bool, Option("--show-mesh", help="Print ranks, hosts and which of them communicate, and train nothing.")
     ] = False,
     hosts: Annotated[int | None, Option(help="With --show-mesh: over how many hosts the workers are spread.")] = None,
-    checkpoint: Annotated[
-        Path | None, checkpoint_option(help="Folder to save the run in while it lasts, and once at its end.")
-    ] = None,
-    checkpoint_every: Annotated[
-        str | None, checkpoint_option(help='"5min", "90 s" or "500 steps" of each replica.', show_default="5min")
-    ] = None,
-    keep: Annotated[int, checkpoint_option(help="How many checkpoints are kept.")] = 3,
-    resume: Annotated[
-        bool,
-        checkpoint_option("--resume", help="Go on from the newest sound checkpoint; where there is none, begin."),
-    ] = False,
+    checkpoint: CheckpointFolder = None,
+    checkpoint_every: CheckpointEvery = None,
+    keep: Keep = 3,
+    resume: Resume = False,
     accept_changes: Annotated[
         bool, checkpoint_option("--accept-changes", help="Go on though the checkpoint is of another program.")
     ] = False,

@@ -133,7 +133,7 @@ class GrantedClient(ABC):
 
 @final
 class ForwardChecks:
-    """Let a forward pass end between two layers when its attempt is cancelled; a compiled one is in one piece.
+    """Lets a forward pass end between two layers when its attempt is cancelled; a compiled one is in one piece.
 
     Checks cost as much as a small layer, so a model whose micro-steps are short has none.
 

@@ -27,8 +27,9 @@ from torch.fx import GraphModule
 from paceline.core.errors import InputError
 from paceline.program import Program, Tree, leaves, on_device
 from paceline.replica.base import Batch
+from paceline.replica.capture.difference import reordered_ulps
 from paceline.replica.capture.input_spec import Shapes, batch_size, shapes_of
-from paceline.replica.capture.verify import ModelError, Reasons, check, reordered_ulps
+from paceline.replica.capture.verify import ModelError, Reasons, check
 from paceline.replica.module_utils import TensorPart, WithLoss, tensors_of
 
 Function: TypeAlias = Callable[..., Any]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline import CallbackError, Run
-from tests.callbacks.recording import Recording, assert_whole
+from tests.callbacks.recording import Recording, assert_ended, assert_whole
 from tests.engine import programs
 
 OnRay = Callable[..., Run]
@@ -46,11 +46,7 @@ def test_they_are_called_for_all_that_happens(on_ray: OnRay, tmp_path: Path, str
 def test_one_ends_training(on_ray: OnRay, strategy: str) -> None:
     recording = Recording(stop_after=3)
     run = on_ray(program(), strategy, steps=MANY, evaluate_every=50, callbacks=[recording])
-    assert_whole(recording, run)
-    assert len(run.history) >= 3
-    assert run.history[-1].updates == run.summary["updates"]
-    assert run.summary["steps"] < MANY
-    assert (run.summary["stopped"], run.summary["interrupted"]) == ("enough", False)
+    assert_ended(recording, run, MANY)
 
 
 def test_one_that_stops_at_the_start_leaves_what_the_run_starts_from(on_ray: OnRay) -> None:

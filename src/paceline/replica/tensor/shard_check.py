@@ -9,7 +9,8 @@ from torch.func import functional_call
 
 from paceline.comm.shared_memory import SpillAllocator
 from paceline.program import Tree
-from paceline.replica.capture.verify import check, reordered_ulps
+from paceline.replica.capture.difference import reordered_ulps
+from paceline.replica.capture.verify import check
 from paceline.replica.module_utils import tensors_of
 from paceline.replica.tensor.placements import PARTIAL_GRAD, OnRank, Placement, Shard
 from paceline.replica.tensor.redistribute import gather_parts
