@@ -1,7 +1,7 @@
 """How long the search of a sharding plan takes, in CPU time: models are small, since only their graphs matter.
 
-python benchmarks/tensor/search.py                            # this tree
-PYTHONPATH=../other/tree/src python benchmarks/tensor/search.py gpt2-12      # another one, some of the models
+python benchmarks/tensor/search.py              # all models
+python benchmarks/tensor/search.py gpt2-12      # some of them
 """
 
 import argparse
@@ -88,7 +88,7 @@ def graph_of(name: str) -> OperatorGraph:
     """Return the operators of a model with its loss."""
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
-    captured = capture(WithLoss(model), inputs, operators=True, others=[inputs])
+    captured = capture(WithLoss(model), inputs, operators=True, others=())
     functionalize(captured.module)
     return operator_graph(captured, SHARDS, captured.flatten(inputs))
 

@@ -1,7 +1,7 @@
 """Loops that compute their own gradients, and the plain torch loops that they were, for the tests of all engines."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,16 @@ from paceline import Program
 from paceline.callbacks import Callback
 
 SAMPLES, BATCH = 96, 16
+
+# Sums of the same products in another order, of 18 steps, in float64.
+TOLERANCE = 1e-9
+
+
+def equal(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = TOLERANCE) -> None:
+    """Raise AssertionError unless both have the same names, and values within the tolerance."""
+    assert state.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(state[name], tensor, rtol=tolerance, atol=tolerance)
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -64,6 +74,7 @@ def train(
 
 SGD = functools.partial(torch.optim.SGD, lr=0.3, momentum=0.9)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
+MAKERS = {"sgd": SGD, "adamw": ADAMW}
 
 
 def plain(make: Callable[[Any], Optimizer], bound: float | None = None) -> dict[str, Tensor]:

@@ -12,9 +12,9 @@ import paceline
 from paceline import Program
 from tests.engine.distributed_cases import keep
 from tests.engine.own_loops import (
-    ADAMW,
     BATCH,
     GAN_OPTIMIZERS,
+    MAKERS,
     SGD,
     Gan,
     LogKeeper,
@@ -30,11 +30,10 @@ from tests.engine.own_loops import (
 folder, *words = sys.argv[1:]
 size = int(os.environ.get("WORLD_SIZE", "1"))
 QUIET: dict[str, Any] = {"engine": "distributed", "progress": False}
-MAKES = {"sgd": SGD, "adamw": ADAMW}
 
 
 def launched(name: str, policy: str) -> None:
-    program = Program(model=make_model, optimizer=MAKES[name])
+    program = Program(model=make_model, optimizer=MAKERS[name])
     run = paceline.launch(loop, program, f"replicas={size} aggregation={policy}", **QUIET)
     keep(Path(folder), f"launch {name} {policy}", (run.model, run.summary["updates"]))
 
@@ -46,7 +45,7 @@ def gan() -> None:
 
 def joined(name: str, policy: str) -> None:
     model = Program(model=make_model, optimizer=SGD).build()
-    optimizer = MAKES[name](model.parameters())
+    optimizer = MAKERS[name](model.parameters())
     own, before = loader(BATCH // size), torch.get_num_threads()
     state: dict[str, Any] = {}
     with paceline.join(model=model, optimizer=optimizer, strategy=f"replicas={size} aggregation={policy}") as worker:

@@ -21,6 +21,7 @@ from tests.engine.own_loops import (
     LogKeeper,
     batches_loop,
     clipping_loop,
+    equal,
     gan_loop,
     loop,
     make_model,
@@ -31,39 +32,30 @@ FAMILY = family_of(Aggregation)
 assert FAMILY is not None
 POLICIES = sorted(FAMILY.entries)
 
-# Sums of the same products in another order, of 18 steps, in float64.
-TOLERANCE = 1e-9
-
-
-def equal(run: paceline.Run, expected: dict[str, torch.Tensor]) -> None:
-    assert run.state.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(run.state[name], tensor, rtol=TOLERANCE, atol=TOLERANCE)
-
 
 @pytest.mark.parametrize("name", ["virtual", "local"])
 @pytest.mark.parametrize("make", [SGD, ADAMW], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_equals_the_plain_loop(engines, name, make, replicas):
     run = launch(loop, Program(model=make_model, optimizer=make), f"replicas={replicas}", engine=engines[name])
-    equal(run, own_loops.plain(make))
+    equal(run.state, own_loops.plain(make))
     assert run.summary["updates"] == 18
 
 
 @pytest.mark.parametrize("name", ["virtual", "local"])
 def test_clips_as_the_plain_loop_clips(engines, name):
     alone = launch(clipping_loop, Program(model=make_model, optimizer=SGD), "replicas=1", engine=engines[name])
-    equal(alone, own_loops.plain(SGD, BOUND))
+    equal(alone.state, own_loops.plain(SGD, BOUND))
     # Of several replicas the run clips, by the norm of the whole update.
     run = launch(loop, Program(model=make_model, optimizer=SGD, clip_norm=BOUND), "replicas=2", engine=engines[name])
-    equal(run, own_loops.plain(SGD, BOUND))
+    equal(run.state, own_loops.plain(SGD, BOUND))
 
 
 @pytest.mark.parametrize("name", ["virtual", "local"])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_several_optimizers_equal_the_plain_loop(engines, name, replicas):
     run = launch(gan_loop, Program(model=Gan, optimizer=GAN_OPTIMIZERS), f"replicas={replicas}", engine=engines[name])
-    equal(run, own_loops.plain_gan())
+    equal(run.state, own_loops.plain_gan())
     assert run.summary["updates"] == 36
 
 
@@ -75,7 +67,7 @@ def test_equals_steps_of_paceline_under_every_policy(policy, make):
     settings = {"engine": "virtual", "steps": 8, "delay": "fraction=0.5 normal:mean=0,std=0.02"}
     run = launch(batches_loop, program, strategy, **settings)
     expected = paceline.train(program, strategy, **settings)
-    equal(run, dict(expected.state))
+    equal(run.state, expected.state)
     assert run.summary["gradients"] == expected.summary["gradients"]
     assert [r.train_loss for r in run.history] == pytest.approx([r.train_loss for r in expected.history])
 
@@ -87,7 +79,7 @@ def test_one_local_replica_equals_steps_of_paceline(engine, policy):
         own_loops.program(global_batch_size=24, batch_size=None) if policy == "sandblaster" else own_loops.program()
     )
     run = launch(batches_loop, program, strategy, engine=engine, steps=8)
-    equal(run, dict(paceline.train(program, strategy, engine=engine, steps=8).state))
+    equal(run.state, paceline.train(program, strategy, engine=engine, steps=8).state)
 
 
 def test_the_batch_norm_of_an_own_loop_travels(engines):
@@ -98,7 +90,7 @@ def test_the_batch_norm_of_an_own_loop_travels(engines):
     program = own_loops.program(model=model)
     for engine in engines.values():
         run = launch(batches_loop, program, "replicas=2", engine=engine, epochs=2)
-        equal(run, dict(paceline.train(program, "replicas=2", engine=engine, epochs=2).state))
+        equal(run.state, paceline.train(program, "replicas=2", engine=engine, epochs=2).state)
 
 
 def test_the_budget_ends_the_loop_and_the_model_has_the_last_a(engines, tmp_path):
@@ -120,7 +112,7 @@ def test_the_budget_ends_the_loop_and_the_model_has_the_last_a(engines, tmp_path
         steps, state = torch.load(tmp_path / "end")
         assert steps == run.summary["updates"] == 5
         if name == "local":
-            equal(run, state)
+            equal(run.state, state)
 
 
 def test_versions_of_several_optimizers(engine, tmp_path):
@@ -136,7 +128,7 @@ def test_versions_of_several_optimizers(engine, tmp_path):
 def test_what_a_scheduler_of_the_program_writes_is_kept(engine):
     scheduled = own_loops.program(scheduler=functools.partial(torch.optim.lr_scheduler.StepLR, step_size=3))
     run = launch(batches_loop, scheduled, "replicas=2", engine=engine, steps=6)
-    equal(run, dict(paceline.train(scheduled, "replicas=2", engine=engine, steps=6).state))
+    equal(run.state, paceline.train(scheduled, "replicas=2", engine=engine, steps=6).state)
     with pytest.raises(InputError, match="leave one of the two out"):
         launch(loop, Program(model=make_model, optimizer=SGD, scheduler=scheduled.scheduler), engine=engine)
 
@@ -266,7 +258,7 @@ def test_a_loop_goes_on_with_a_checkpoint_of_train_and_the_other_way_round(engin
     paceline.train(program, "replicas=2", steps=3, **settings)
     launch(batches_loop, program, "replicas=2", steps=6, resume=True, **settings)
     run = paceline.train(program, "replicas=2", steps=9, resume=True, **settings)
-    equal(run, dict(expected.state))
+    equal(run.state, expected.state)
 
 
 def test_a_resumed_loop_has_its_options_and_versions(engine, tmp_path):
@@ -278,7 +270,7 @@ def test_a_resumed_loop_has_its_options_and_versions(engine, tmp_path):
     settings = {"engine": engine, "checkpoint": tmp_path / "ckpt"}
     whole = launch(slower, own_loops.program(), "replicas=2", engine=engine, steps=8)
     launch(slower, own_loops.program(), "replicas=2", steps=4, **settings)
-    equal(launch(slower, own_loops.program(), "replicas=2", steps=8, resume=True, **settings), dict(whole.state))
+    equal(launch(slower, own_loops.program(), "replicas=2", steps=8, resume=True, **settings).state, whole.state)
     assert (tmp_path / "version").read_text() == "8"
     names = Checkpoint.open(sorted((tmp_path / "ckpt").glob("step-*"))[-1]).names()
     assert "loop/step_options" in names

@@ -12,19 +12,10 @@ import paceline
 from paceline import InputError, Program
 from tests.engine import own_loops
 from tests.engine.distributed_cases import kept
-from tests.engine.own_loops import ADAMW, BATCH, SGD, loader, make_model, train
+from tests.engine.own_loops import ADAMW, BATCH, SGD, equal, loader, make_model, train
 from tests.ranks import Play
 
 SCRIPT = Path(__file__).with_name("own_loops_script.py")
-
-# Sums of the same products in another order, of 18 steps, in float64.
-TOLERANCE = 1e-9
-
-
-def equal(state: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert state.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(state[name], tensor, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.fixture(scope="module")

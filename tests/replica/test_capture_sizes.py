@@ -1,20 +1,22 @@
 """Which sizes a capture leaves open: the number of samples, and those in which batches differ that were looked at."""
 
 import functools
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from paceline.core.errors import InputError
 from paceline.program import Program
 from paceline.replica.base import Batch
 from paceline.replica.capture.capture import capture
-from paceline.replica.capture.looks import LOOKS, other_batches
+from paceline.replica.capture.looks import LOOKS, other_inputs
 from paceline.replica.pipeline.prepare import capture_for_stages
 from paceline.strategy import Strategy
 
@@ -81,29 +83,38 @@ def test_a_size_that_differs_in_another_batch_is_open() -> None:
 
 @pytest.mark.parametrize("train", [(tokens(8, 5), tokens(8, 5)), TensorDataset(tokens(8, 5), tokens(8, 5))])
 def test_there_is_nothing_to_look_at_in_tensors(train: Any) -> None:
-    assert other_batches(program(train), 2) == ()
-    assert other_batches(program(train), 1) == ()
+    assert other_inputs(program(train), 2) == ()
+    assert other_inputs(program(train), 1) == ()
 
 
 def test_batches_that_a_function_collates_are_looked_at_all_over_the_data() -> None:
     lengths = torch.arange(1, 13)
     rows = lengths.unsqueeze(1).expand(-1, 12).contiguous()
     padded_program = program(TensorDataset(rows, rows), loader={"collate_fn": padded})
-    others = other_batches(padded_program, 4)
+    others = other_inputs(padded_program, 4)
     assert others is not None
-    assert [tuple(each.input.shape) for each in others] == [(4, 4), (4, 8), (4, 12)]
+    assert [tuple(each.shape) for each in others] == [(4, 4), (4, 8), (4, 12)]
     captured = capture_for_stages(padded_program, Strategy(stages=2), model(), Batch(rows[:4, :4] % KINDS, None, 4))
     captured.flatten(tokens(2, 9))
 
 
-def test_the_first_batches_of_a_function_are_looked_at() -> None:
-    def source(replica: int, replicas: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        for length in range(2, 100):
-            yield tokens(3, length), tokens(3, length)
+def growing(replica: int = 0, replicas: int = 1, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    for length in range(2, 100):
+        yield tokens(3, length), tokens(3, length)
 
-    others = other_batches(program(source), 3)
+
+class Growing(IterableDataset[Any]):
+    """Its items are batches."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return growing()
+
+
+@pytest.mark.parametrize("source", [program(growing), program(Growing(), loader={"batch_size": None})])
+def test_the_first_batches_of_a_stream_are_looked_at(source: Program) -> None:
+    others = other_inputs(source, 3)
     assert others is not None
-    assert [each.input.shape[1] for each in others] == list(range(2, 3 + LOOKS))
+    assert [each.shape[1] for each in others] == list(range(2, 3 + LOOKS))
 
 
 def test_data_that_cannot_be_looked_at_leave_all_sizes_open() -> None:
@@ -111,4 +122,19 @@ def test_data_that_cannot_be_looked_at_leave_all_sizes_open() -> None:
         raise OSError("the disk is gone")
 
     train = TensorDataset(tokens(8, 5), tokens(8, 5))
-    assert other_batches(program(train, loader={"collate_fn": broken}), 2) is None
+    assert other_inputs(program(train, loader={"collate_fn": broken}), 2) is None
+
+
+def test_what_samples_draw_to_be_looked_at_is_not_drawn_from_the_process() -> None:
+    def drawing(rows: list[Any]) -> Any:
+        drawn.append((random.random(), np.random.rand(), torch.rand(()).item()))
+        return padded(rows)
+
+    def states() -> tuple[Any, ...]:
+        return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+
+    drawn, before = list[Any](), states()
+    train = TensorDataset(tokens(8, 5) + 1, tokens(8, 5))
+    assert other_inputs(program(train, loader={"collate_fn": drawing}), 2)
+    assert len(drawn) == LOOKS
+    assert states() == before

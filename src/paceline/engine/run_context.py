@@ -17,7 +17,7 @@ from paceline.core.delta import Accumulated, Change, Delta, Distance, Gradient, 
 from paceline.core.errors import InputError
 from paceline.core.records import ReplicaPosition
 from paceline.core.types import ReplicaId
-from paceline.device import CPU, count, kept_generators, of_worker
+from paceline.device import CPU, OwnGenerators, count, kept_generators, of_worker
 from paceline.engine.base import Job
 from paceline.engine.batch_dispatcher import BatchDispatcher, Dispatcher, PortionDispatcher
 from paceline.engine.budget import Epochs, StepQuota, Steps, Unbounded
@@ -298,7 +298,7 @@ def first_batch(job: Job) -> Batch:
     """Return the first batch of the training set; raise InputError if reading it fails."""
     order = order_of(job)
     try:
-        with torch.random.fork_rng(devices=[]):
+        with OwnGenerators(job.program.seed):
             return BatchSource(job.program.without_workers(), order, job.strategy.replicas).first()
     except InputError:
         raise

@@ -5,8 +5,17 @@ import pytest
 from paceline import InputError, Program, WorkerError, launch
 from paceline.engine.ray.engine import RayEngine
 from tests.engine import own_loops
-from tests.engine.own_loops import GAN_OPTIMIZERS, SGD, Gan, LogKeeper, gan_loop, loop, make_model, reporting_loop
-from tests.engine.test_own_loops import equal
+from tests.engine.own_loops import (
+    GAN_OPTIMIZERS,
+    SGD,
+    Gan,
+    LogKeeper,
+    equal,
+    gan_loop,
+    loop,
+    make_model,
+    reporting_loop,
+)
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
 
@@ -15,12 +24,12 @@ pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
 def test_equals_the_plain_loop(engine: RayEngine, replicas: int) -> None:
     program = Program(model=make_model, optimizer=SGD)
     run = launch(loop, program, f"replicas={replicas}", engine=engine, progress=False)
-    equal(run, own_loops.plain(SGD))
+    equal(run.state, own_loops.plain(SGD))
 
 
 def test_several_optimizers_equal_the_plain_loop(engine: RayEngine) -> None:
     program = Program(model=Gan, optimizer=GAN_OPTIMIZERS)
-    equal(launch(gan_loop, program, "replicas=2", engine=engine, progress=False), own_loops.plain_gan())
+    equal(launch(gan_loop, program, "replicas=2", engine=engine, progress=False).state, own_loops.plain_gan())
 
 
 def test_several_servers_refuse_what_only_one_would_know(engine: RayEngine) -> None:

@@ -79,7 +79,7 @@ def prepare(moment: str) -> None:
 
 
 def join(folder: Path, moment: str) -> None:
-    """Join, train until the server ends, or the moment comes; say when training has begun."""
+    """Join, train until the server ends, or the moment comes."""
     prepare(moment)
     model, optimizer = start()
     with paceline.join(model=model, optimizer=optimizer, address=folder / "run"):
@@ -92,11 +92,8 @@ def join(folder: Path, moment: str) -> None:
                 killed()
             optimizer.step()
             step += 1
-            if step == STEP:
-                (folder / "training").touch()
             if moment == "interrupted" and step == STEP:
                 os.kill(os.getpid(), signal.SIGINT)
-    (folder / "left").touch()
 
 
 def serve(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Servers and processes that join them, in threads of the test's own process, or in processes of their own."""
 
+import json
 import os
 import subprocess
 import sys
@@ -16,17 +17,21 @@ from torch import Tensor, nn
 import paceline
 from paceline import Program, Run
 from tests.engine.local.commands import eventually
-from tests.engine.own_loops import ADAMW, SGD, make_model
+from tests.engine.own_loops import MAKERS, SGD, make_model
 
 SCRIPT = Path(__file__).with_name("joining_script.py")
-
-MAKERS = {"sgd": SGD, "adamw": ADAMW}
 
 
 def start(make: str = "sgd") -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the model and the optimizer that each script builds, with the same values."""
     model = Program(model=make_model, optimizer=SGD).build()
     return model, MAKERS[make](model.parameters())
+
+
+def rows(out: Path) -> dict[int, int]:
+    """Return the pids of the replicas that workers.json names."""
+    found = json.loads((out / "workers.json").read_text())
+    return {row["replica"]: row["pid"] for row in found if row["role"] == "replica"}
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:

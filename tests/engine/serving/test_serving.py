@@ -20,8 +20,8 @@ from paceline.core.registry import family_of
 from tests.combinations import OPTIONS
 from tests.engine import own_loops
 from tests.engine.local.commands import eventually
-from tests.engine.own_loops import BATCH, data, loader
-from tests.engine.serving.serving_cases import Script, Served, beside, gradient_step, start, state_of
+from tests.engine.own_loops import BATCH, data, equal, loader
+from tests.engine.serving.serving_cases import Script, Served, beside, gradient_step, rows, start, state_of
 
 Serve = Callable[..., Served]
 
@@ -29,15 +29,6 @@ FAMILY = family_of(Aggregation)
 assert FAMILY is not None
 # What may be elastic on Ray: of Hogwild a replica knows its next batches by itself. Portions are of batches of a run.
 POLICIES = sorted(set(FAMILY.entries) - {"hogwild", "sandblaster"})
-
-# Sums of the same products in another order, of 18 steps, in float64.
-TOLERANCE = 1e-9
-
-
-def equal(state: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = TOLERANCE) -> None:
-    assert state.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(state[name], tensor, rtol=tolerance, atol=tolerance)
 
 
 def batches(count: int, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -55,7 +46,7 @@ def test_alone_it_is_the_plain_loop(served: Serve, make: str, policy: str) -> No
         own = loader(BATCH)
         own_loops.train(model, optimizer, lambda: worker.data(own))
         assert (worker.replica, len(worker.data(own))) == (0, 6)
-    expected = own_loops.plain({"sgd": own_loops.SGD, "adamw": own_loops.ADAMW}[make])
+    expected = own_loops.plain(own_loops.MAKERS[make])
     equal(state_of(model), expected)
     run = server.run()
     equal(dict(run.state), expected)
@@ -197,12 +188,6 @@ class StopsAfterLog(Callback):
 
     def on_log(self, replica: int, step: int, values: Any, run: Any) -> None:
         run.stop("the last was logged")
-
-
-def rows(out: Path) -> dict[int, int]:
-    """Return the pids of the replicas that workers.json names."""
-    found = json.loads((out / "workers.json").read_text())
-    return {row["replica"]: row["pid"] for row in found if row["role"] == "replica"}
 
 
 def test_a_budget_in_steps_ends_the_loops(served: Serve) -> None:

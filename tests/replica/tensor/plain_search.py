@@ -35,7 +35,7 @@ def least_cost(graph: OperatorGraph, choices: Sequence[OpChoice], shards: int) -
         for (state, modes), cost in costs.items():
             present = dict(state)
             for alone in (False, True):
-                if choice.region is None if alone else False:
+                if alone and choice.region is None:
                     continue
                 if choice.region is not None and dict(modes).get(choice.region, alone) is not alone:
                     continue

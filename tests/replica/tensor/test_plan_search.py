@@ -128,4 +128,5 @@ def test_the_report_says_how_far_from_the_cheapest_it_may_be() -> None:
 
     unknown = "not known to be the cheapest plan: at most,"
     assert last_line(PlanCost(10, 150.0, 3, 1.0)) == f"{unknown} another may send 25.0% less"
+    assert last_line(PlanCost(10, 200.0, 2, 1.0)) == f"{unknown} another may have fewer collectives, or less to compute"
     assert last_line(PlanCost(4, 300.0, 3, 1.0)) == f"{unknown} another may leave 6 parameters fewer whole"

@@ -152,9 +152,10 @@ class LocalRun:
 
     def _start(self) -> None:
         job, workers = self._job, self._workers
-        work, cores = preparing(job.strategy), len(os.sched_getaffinity(0))
-        if not job.strategy.spread:
-            count = self._first_replicas
+        if job.strategy.spread:
+            work = preparing(job.strategy)
+        else:
+            count, cores = self._first_replicas, len(os.sched_getaffinity(0))
             work = f"starting {count} worker{'s' * (count > 1)} on {cores} core{'s' * (cores > 1)}"
         self._watch(Progress("starting", 0.0, work=work))
         workers.start(self._first_replicas)

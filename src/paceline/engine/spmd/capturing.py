@@ -77,10 +77,8 @@ def captured_once(job: Job, context: RankContext) -> Obtain:
 
 
 def preparing(strategy: Strategy) -> str:
-    """Return what workers do before they train, for progress."""
-    if strategy.tensor_parallel:
-        return "planning shards"
-    return "cutting stages" if strategy.pipelined else "starting"
+    """Return what the workers of a divided model do before they train, for progress."""
+    return "planning shards" if strategy.tensor_parallel else "cutting stages"
 
 
 def share_of(job: Job, context: RankContext) -> Share:
@@ -94,7 +92,7 @@ def share_of(job: Job, context: RankContext) -> Share:
     def all_say(own: bool) -> bool:
         return all(context.gather(own, "whether the graph of the model takes one sample"))
 
-    return Share(captured_once(job, context), loss=alone, cut=alone, all_say=all_say)
+    return Share(captured_once(job, context), verifies=alone, all_say=all_say)
 
 
 def bounded(job: Job, make: Callable[[], Captured]) -> Captured:

@@ -30,7 +30,7 @@ from paceline.planner.program.profile import LineFit, PipelinePart, Point, Sent,
 from paceline.program import Program
 from paceline.replica.base import Batch
 from paceline.replica.capture.capture import capture
-from paceline.replica.capture.looks import other_batches
+from paceline.replica.capture.looks import other_inputs
 from paceline.replica.module_utils import WithLoss
 from paceline.replica.pipeline.costs import Costs, measure
 from paceline.replica.pipeline.cut_groups import Units, group
@@ -126,9 +126,8 @@ def outline(program: Program, module: nn.Module, batch: Batch, shards: Iterable[
     """Capture a model with its loss, operator by operator, and plan its sharding; raise InputError where it can't be
     captured."""
     inputs, name = (batch.input, batch.target), type(module).__name__
-    others = other_batches(program, batch.samples)
-    pairs = None if others is None else [(other.input, other.target) for other in others]
-    graph = capture(WithLoss(program, module), inputs, operators=True, of_inputs=False, others=pairs)
+    others = other_inputs(program, batch.samples, with_target=True)
+    graph = capture(WithLoss(program, module), inputs, operators=True, of_inputs=False, others=others)
     leaves = graph.flatten(inputs)
     plans: dict[int, ShardingPlan | str] = {}
     for count in shards:

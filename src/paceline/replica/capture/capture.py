@@ -69,6 +69,11 @@ class Captured:
     rebuild: Rebuild = field(repr=False)
     training: bool = True
 
+    @property
+    def traced(self) -> bool:
+        """Whether it is a graph of operators by torch.export, rather than of an nn.Sequential's children."""
+        return self.input_spec.leaves[0].dims is not None
+
     def flatten(self, inputs: Tree) -> list[Tensor]:
         """Return the leaves of an input, in the order in which ``module`` takes them.
 
@@ -97,7 +102,7 @@ def capture(
         of_inputs: whether gradients of the input are compared as well. A model with its loss needs none, and many a
             loss has no derivative by its target.
         training: the mode; dropout and running statistics do something else where it is False.
-        others: other batches, as :func:`~paceline.replica.capture.looks.other_batches` returns them. Sizes in which
+        others: other inputs, as :func:`~paceline.replica.capture.looks.other_inputs` returns them. Sizes in which
             they don't differ are fixed, and other ones refused when they come; the number of samples never is. None: no
             size is fixed that can be left open, which may take many times as long.
         verified: whether the graph is compared with the model; else it is the caller who compares what is made of it,

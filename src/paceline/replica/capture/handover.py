@@ -40,7 +40,7 @@ def packed(captured: Captured, *, values: bool = True) -> bytes | None:
         values: whether the form of each node's value goes with it, which shards need and which is most of the time.
     """
     graph, bare = captured.module.graph, GraphModule({}, Graph())
-    if any(node.op == "call_module" for node in graph.nodes):
+    if not captured.traced:
         return None
     for name in {str(node.target) for node in graph.nodes if node.op == "get_attr"}:
         if name.startswith(OF_CAPTURE):

@@ -21,7 +21,7 @@ from paceline.replica.capture.capture import (
 )
 from paceline.replica.capture.handover import Obtain, capture_here
 from paceline.replica.capture.input_spec import batch_size, flatten_tree
-from paceline.replica.capture.looks import other_batches
+from paceline.replica.capture.looks import other_inputs
 from paceline.replica.capture.verify import ModelRun, check, model_runs
 from paceline.replica.flat_optimizer import FlatOptimizer
 from paceline.replica.flat_state import FlatLayout
@@ -48,14 +48,12 @@ class Share(NamedTuple):
 
     Args:
         obtain: captures the model, or takes another worker's capture of it.
-        loss: whether it verifies that the loss can be divided into micro-batches.
-        cut: whether it verifies the graph and the cut.
+        verifies: whether it verifies the graph, the cut, and that the loss can be divided into micro-batches.
         all_say: returns whether all workers say what this one says.
     """
 
     obtain: Obtain = capture_here
-    loss: bool = True
-    cut: bool = True
+    verifies: bool = True
     all_say: Callable[[bool], bool] = bool
 
 
@@ -236,13 +234,13 @@ def prepare_cut(
     costs: list[Costs] = []
     with program.autocast(str(next(module.parameters()).device)):
         # First what needs no graph: another process may be capturing.
-        if share.loss:
+        if share.verifies:
             check_loss(program, module, batch, strategy.micro_batch_count)
         samples = _compared(module, first)
-        runs = model_runs(module, first, samples) if share.cut else []
+        runs = model_runs(module, first, samples) if share.verifies else []
         units = group(share.obtain(lambda: capture_for_stages(program, strategy, module, batch), module))
         # Another worker may be measuring meanwhile.
-        one = not (share.cut and _exported(units.captured, module)) or takes_one(units.captured, module, first)
+        one = not (share.verifies and units.captured.traced) or takes_one(units.captured, module, first)
 
         def choose() -> Boundaries:
             captured = units.captured if one else for_several(units.captured)
@@ -260,7 +258,7 @@ def prepare_cut(
             if name not in held:
                 path, _, leaf = name.rpartition(".")
                 get_or_create_submodule(parts.parts[-1].module, path).register_parameter(leaf, parameter)
-        if share.cut:
+        if share.verifies:
             _check_captured(parts, module, first, samples, runs)
     return PreparedCut(parts, units, boundaries, costs[0] if costs else None)
 
@@ -274,10 +272,6 @@ def _compared(module: nn.Module, inputs: Tree) -> Sequence[int]:
     return (2,) if not is_sequential(module) and batch_size(inputs) != 2 else (2, 3)
 
 
-def _exported(captured: Captured, module: nn.Module) -> bool:
-    return not is_sequential(module) or captured.input_spec.leaves[0].dims is not None
-
-
 def _check_captured(
     cut: Cut, module: nn.Module, inputs: Tree, samples: Sequence[int], runs: Sequence[ModelRun]
 ) -> None:
@@ -288,7 +282,7 @@ def _check_captured(
     try:
         check_cut(cut, module, inputs, samples=samples, runs=runs)
     except InputError:
-        if _exported(cut.captured, module):
+        if cut.captured.traced:
             check_captured(cut.captured, module, inputs, samples=samples)
         raise
 
@@ -334,9 +328,8 @@ def capture_for_stages(
 
     Args and raises: as :func:`prepare_cut`, which verifies the graph with its parts.
     """
-    others = other_batches(program, batch.samples)
-    inputs = None if others is None else [other.input for other in others]
-    return capture_units(strategy, module, first_rows(strategy, batch), inputs, verified=verified).captured
+    others = other_inputs(program, batch.samples)
+    return capture_units(strategy, module, first_rows(strategy, batch), others, verified=verified).captured
 
 
 def capture_units(

@@ -17,7 +17,7 @@ find the same.
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from math import prod
@@ -260,16 +260,16 @@ class _Elimination:
             return
         groups = list[tuple[set[int], list[tuple[tuple[int, ...], int]]]]()
         for scope, number in sorted(bucket, key=lambda each: -self._entries(each[0])):
-            fits = (group for group in groups if self._entries(group[0] | set(scope)) <= self._tables.largest)
-            together, group = next(fits, (None, None))
-            if together is None or group is None:
-                groups.append((set(scope), [(scope, number)]))
+            for together, group in groups:
+                if self._entries(together | set(scope)) <= self._tables.largest:
+                    together.update(scope)
+                    group.append((scope, number))
+                    break
             else:
-                together.update(scope)
-                group.append((scope, number))
+                groups.append((set(scope), [(scope, number)]))
         yield from (group for _, group in groups)
 
-    def _entries(self, variables: "set[int] | tuple[int, ...]") -> int:
+    def _entries(self, variables: Iterable[int]) -> int:
         return prod(self._sizes[v] for v in variables)
 
 

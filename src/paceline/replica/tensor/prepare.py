@@ -17,7 +17,7 @@ from paceline.replica.capture.capture import Captured, capture
 from paceline.replica.capture.export import WAYS_OUT
 from paceline.replica.capture.handover import Obtain, capture_here
 from paceline.replica.capture.input_spec import resized
-from paceline.replica.capture.looks import other_batches
+from paceline.replica.capture.looks import other_inputs
 from paceline.replica.module_utils import WithLoss, preserve_state
 from paceline.replica.tensor import rules as _rules
 from paceline.replica.tensor.base import OpCall
@@ -122,9 +122,8 @@ def capture_with_loss(program: Program, module: nn.Module, batch: Batch) -> Capt
     """Capture a model with its loss, operator by operator; args and raises as :func:`plan_program`."""
     with_loss, inputs = WithLoss(program, module), (batch.input, batch.target)
     _refuse_saved_hooks(with_loss, inputs, type(module).__name__)
-    others = other_batches(program, batch.samples)
-    pairs = None if others is None else [(other.input, other.target) for other in others]
-    return capture(with_loss, inputs, operators=True, of_inputs=False, others=pairs)
+    others = other_inputs(program, batch.samples, with_target=True)
+    return capture(with_loss, inputs, operators=True, of_inputs=False, others=others)
 
 
 def plan_captured(

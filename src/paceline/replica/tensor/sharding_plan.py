@@ -50,6 +50,8 @@ class ShardingPlan:
             return ""
         if self.cost.whole > self.bound.whole:
             return f"another may leave {self.cost.whole - self.bound.whole:,} parameters fewer whole"
+        if self.cost.sent_bytes <= self.bound.sent_bytes:
+            return "another may have fewer collectives, or less to compute"
         saved = (self.cost.sent_bytes - self.bound.sent_bytes) / max(self.cost.sent_bytes, 1)
         return f"another may send {saved:.1%} less"
 
