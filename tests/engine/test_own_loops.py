@@ -161,6 +161,26 @@ def test_refuses_what_own_gradients_cannot_do(engine, strategy, settings, says):
         launch(batches_loop, own_loops.program(), strategy, steps=2, engine=engine, **settings)
 
 
+def loads(optimizer):
+    optimizer.load_state_dict({"state": {}, "param_groups": []})
+
+
+def adds(optimizer):
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "lr": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("change", "says"), [(loads, "would not get to A; load the state before"), (adds, "has added")]
+)
+def test_refuses_changes_of_an_optimizer_that_do_not_travel(engine, change, says):
+    def changed(worker):
+        change(worker.optimizer)
+        batches_loop(worker)
+
+    with pytest.raises(InputError, match=says):
+        launch(changed, own_loops.program(), "replicas=1", steps=2, engine=engine)
+
+
 @pytest.mark.parametrize("change", [{"nesterov": True}, {"params": []}])
 def test_refuses_options_that_do_not_travel(engine, change):
     def changed(worker):

@@ -180,6 +180,11 @@ def test_refusals_say_what_to_write() -> None:
         pass
     with pytest.raises(InputError, match=r"join\(model=model, optimizer=optimizer\)"), paceline.join(model=model):
         pass
+    with (
+        pytest.raises(InputError, match=r"only the first worker of each replica has a loop .* write paceline\.launch"),
+        paceline.join(own_loops.program(), strategy="replicas=2 stages=2 aggregation=asynchronous"),
+    ):
+        pass
 
 
 def test_a_state_is_loaded_before_the_block_and_a_model_is_where_the_strategy_computes() -> None:

@@ -97,24 +97,16 @@ def join(
             f"join(engine={engine!r}): that engine starts its own processes; write paceline.launch(loop, program, "
             f"strategy, engine={engine!r}), or engine='distributed'"
         )
-    given = program
-    if given is None:
-        if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
-            raise InputError(
-                "join needs what is trained; write paceline.join(model=model, optimizer=optimizer) with a torch module "
-                "and its optimizer, or paceline.join(program)"
-            )
-        given = Program(
-            model=Copies(deepcopy(model)), optimizer=OptimizerLike.of(optimizer, model), seed=seed, clip_norm=clip_norm
-        )
-    elif model is not None or optimizer is not None:
-        raise InputError("join has both program and model or optimizer; write one of them")
-    elif clip_norm is not None:
-        raise InputError("join has both program and clip_norm; write Program(clip_norm=…)")
+    given = program_of("join", program, model, optimizer, seed, clip_norm)
     handover = _Handover(model)
     generator, threads = torch.get_rng_state(), torch.get_num_threads()
     if address is None:
         strategy = strategy_of(strategy)
+        if strategy.spread and strategy.aggregation.collective is None:
+            raise InputError(
+                f"join(strategy={str(strategy)!r}): only the first worker of each replica has a loop there; write "
+                f"paceline.launch(loop, program, {str(strategy)!r}, engine='distributed')"
+            )
         check_device(model, strategy.device)
         settings, alone = {"progress": False} | settings, strategy.workers == 1
         worker = handover.start(lambda: launch(handover.loop, given, strategy, engine=engine, **settings).state)
@@ -122,14 +114,14 @@ def join(
         check_device(model)
         train, alone = joining(found(address), given, handover.loop, settings.get("timeout_s"))
         worker = handover.start(train)
-        handover.threads = threads  # a process that joins by itself keeps its own
     if alone:  # it is the plain loop: it draws what it would have drawn
         torch.set_rng_state(generator)
     torch.set_num_threads(handover.threads)
     with signals_for_threads():
         try:
             if model is not None:  # it has A from here on
-                assert worker.model is model, "the script's is trained"
+                opened = worker.model
+                assert opened is model, "the script's is trained"
             with contextlib.suppress(TrainingEnded), _stepping(optimizer, worker):
                 yield worker
         except TrainingEnded as error:
@@ -146,6 +138,34 @@ def join(
         state = handover.end(None)
     if model is not None:
         write_state(model, state)
+
+
+def program_of(
+    caller: str,
+    program: Program | None,
+    model: nn.Module | None,
+    optimizer: Optimizer | None,
+    seed: int,
+    clip_norm: float | None,
+) -> Program:
+    """Return the program, or that of a script's own model and optimizer.
+
+    Raises:
+        InputError: both are given, or neither; ``caller`` is the function's name.
+    """
+    if program is None:
+        if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
+            raise InputError(
+                f"{caller} needs what is trained; write paceline.{caller}(model=model, optimizer=optimizer) with a "
+                f"torch module and its optimizer, or paceline.{caller}(program)"
+            )
+        like = OptimizerLike.of(optimizer, model)
+        return Program(model=Copies(deepcopy(model)), optimizer=like, seed=seed, clip_norm=clip_norm)
+    if model is not None or optimizer is not None:
+        raise InputError(f"{caller} has both program and model or optimizer; write one of them")
+    if clip_norm is not None:
+        raise InputError(f"{caller} has both program and clip_norm; write Program(clip_norm=…)")
+    return program
 
 
 def strategy_of(given: Strategy | str | None) -> Strategy:
@@ -229,14 +249,8 @@ def _stepping(optimizer: Optimizer | None, worker: Worker) -> Iterator[None]:
         worker.optimizer.step(closure)
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as they do, and would wrap it again otherwise
-
-    def load_state_dict(state: Any) -> None:
-        del state
-        raise InputError(
-            "optimizer.load_state_dict() within the join block would not get to A; load the state before the block"
-        )
-
-    vars(optimizer).update(step=step, state_dict=worker.optimizer.state_dict, load_state_dict=load_state_dict)
+    own = worker.optimizer
+    vars(optimizer).update(step=step, state_dict=own.state_dict, load_state_dict=own.load_state_dict)
     try:
         yield
     finally:
@@ -269,6 +283,8 @@ class _Handover:
         def target() -> None:
             try:
                 self._result = run()
+                # Where the loop was called, nobody waits any more.
+                self._worker.put(WorkerError("the run has ended before this process could begin"))
             except BaseException as error:
                 self._result = error
                 self._worker.put(error)

@@ -1,12 +1,11 @@
 """serve: a server of A that processes join by its address, and leave when they like, each with a loop of its own."""
 
-from copy import deepcopy
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.api.join import Copies, OptimizerLike, check_device, write_state
+from paceline.api.join import program_of, write_state
 from paceline.api.train import train_with
 from paceline.core.errors import InputError
 from paceline.engine.serving.address import TOKEN, new_token, parse, token_of_environment
@@ -79,7 +78,7 @@ def serve(
         NonFiniteError: a Δ was not finite, under ``on_nonfinite="stop"``.
         CallbackError: a callback failed.
     """
-    given, strategy = _program(program, model, optimizer, seed, clip_norm), _checked(strategy, settings)
+    given, strategy = program_of("serve", program, model, optimizer, seed, clip_norm), _checked(strategy, settings)
     output = {name: settings.pop(name) for name in ("progress", "out", "tensorboard") if name in settings}
     token = token_of_environment()
     if token is None and output.get("out") is None:
@@ -99,25 +98,6 @@ def serve(
 def _elsewhere(worker: Worker) -> None:
     """Stand for the loops of the processes that join, of which none runs here."""
     raise AssertionError(f"replica {worker.replica} has its loop elsewhere")
-
-
-def _program(
-    program: Program | None, model: nn.Module | None, optimizer: Optimizer | None, seed: int, clip_norm: float | None
-) -> Program:
-    if program is None:
-        if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer):
-            raise InputError(
-                "serve needs what is trained; write paceline.serve(model=model, optimizer=optimizer, …) with a torch "
-                "module and its optimizer, or paceline.serve(program, …)"
-            )
-        check_device(model)
-        like = OptimizerLike.of(optimizer, model)
-        return Program(model=Copies(deepcopy(model)), optimizer=like, seed=seed, clip_norm=clip_norm)
-    if model is not None or optimizer is not None:
-        raise InputError("serve has both program and model or optimizer; write one of them")
-    if clip_norm is not None:
-        raise InputError("serve has both program and clip_norm; write Program(clip_norm=…)")
-    return program
 
 
 def _checked(strategy: Strategy | str, settings: dict[str, Any]) -> Strategy:

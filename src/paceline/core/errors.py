@@ -117,9 +117,13 @@ def _chain(error: TracebackException | None) -> Iterator[TracebackException]:
         error = error.__cause__ or error.__context__
 
 
+def is_installed(filename: str) -> bool:
+    """Return whether a file is a part of an installed package."""
+    return "site-packages" in filename or "dist-packages" in filename
+
+
 def _is_users(frame: FrameSummary) -> bool:
-    installed = "site-packages" in frame.filename or "dist-packages" in frame.filename
-    return not installed and not frame.filename.startswith(_NOT_USERS)
+    return not is_installed(frame.filename) and not frame.filename.startswith(_NOT_USERS)
 
 
 def failure_text(message: dict[str, Any]) -> str:

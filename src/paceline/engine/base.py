@@ -140,7 +140,7 @@ class Logged(NamedTuple):
 
     replica: ReplicaId
     step: int
-    """Number of the replica's step, from 1."""
+    """Number of steps that the replica has made, those without samples included."""
     values: Mapping[str, float]
 
 

@@ -98,7 +98,7 @@ def _step(program: Program, batch: Batch | None) -> DryRun:
         written = _changed(module.named_parameters(), parameters)
         optimizer = _optimizer(program, {n: p for n, p in module.named_parameters() if p.requires_grad})
         options = OptionsCodec.of(optimizer)
-        vector = options.encode(optimizer, range(len(options.keys)))
+        vector = options.encode(options.numbers(optimizer), range(len(options.keys)))
         fields |= optimizer_fields(optimizer)
         fields["scheduler"] = scheduler_text(_scheduler(program, optimizer))
         # With the scheduler: it has set the rate of the first step.

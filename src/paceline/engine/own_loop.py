@@ -19,11 +19,10 @@ from paceline.core.errors import InputError
 from paceline.core.types import ReplicaId
 from paceline.engine.evaluation import Evaluator
 from paceline.engine.run_context import RunContext
-from paceline.optim.several import SeveralOptimizers
 from paceline.replica.base import EMPTY, Batch
 from paceline.replica.optimizer_factory import build_optimizer
 from paceline.replica.single import Autograd, OwnGradients
-from paceline.replica.step_options import BUFFER, OptionsCodec
+from paceline.replica.step_options import BUFFER, OptionsCodec, optimizers_of
 
 
 class WorkerOptimizer(Optimizer):
@@ -46,6 +45,7 @@ class WorkerOptimizer(Optimizer):
         states: Callable[[], Mapping[Tensor, Any]] | None,
     ) -> None:
         super().__init__(like.param_groups, like.defaults)
+        self.param_groups = like.param_groups  # also those that the loop adds, which is refused at its next step
         self._make_step, self._updates, self._states = make_step, updates, states
 
     @property
@@ -65,6 +65,14 @@ class WorkerOptimizer(Optimizer):
                 "and optimizer=paceline.LBFGS where it was torch.optim.LBFGS"
             )
         self._make_step()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Refuse it: A's optimizer has the state."""
+        del state_dict
+        raise InputError(
+            "optimizer.load_state_dict() within the loop, or the join block, would not get to A; load the state before "
+            "join(model=…, optimizer=…), or write checkpoint='ckpt', resume=True"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the groups, and the state that A's optimizer has.
@@ -123,13 +131,13 @@ class OwnLoop:
         self._like = like = build_optimizer(program.optimizer, autograd.parameters)
         self._codec = OptionsCodec.of(like)
         self._vector = dict(module.named_buffers())[BUFFER]
-        self._first = self._codec.options(like)
+        self._first = self._codec.numbers(like), self._codec.others(like)
         """The options before the loop has changed any, those that are no numbers, too."""
         self._whole = servers == 1
         self._evaluator: Evaluator | None = None
         self._loss = math.nan
-        autograd.own, autograd.gradients = OwnGradients(self._codec.encode(like, ())), None
-        several = like.parts if isinstance(like, SeveralOptimizers) else {"": like}
+        autograd.own, autograd.gradients = OwnGradients(self._codec.encode(self._first[0], ())), None
+        several = optimizers_of(like)
         if len(several) > 1 and not self._whole:
             raise InputError(f"several optimizers need all of A at one server, but it has {servers}; write servers=1")
         number = {id(parameter): i for i, parameter in enumerate(autograd.parameters)}
@@ -165,6 +173,7 @@ class OwnLoop:
 
     def skip(self) -> None:
         """Make a step without samples: this replica has no batch in a round in which others have one."""
+        self._turns.samples()  # it counts as one
         self._complete(EMPTY, [], frozenset())
 
     def _step(self, part: int, indices: frozenset[int] | None) -> None:
@@ -178,16 +187,15 @@ class OwnLoop:
         self._complete(Batch(None, None, samples), [part], indices)
 
     def _complete(self, batch: Batch, parts: list[int], indices: frozenset[int] | None) -> None:
-        self._check_options()
-        options = self._codec.encode(self._like, parts)
+        options = self._codec.encode(self._checked_options(), parts)
         self._vector.copy_(options)
         self._autograd.own = OwnGradients(options, self._loss, indices)
         self._loss = math.nan
         self._turns.complete(batch)
 
-    def _check_options(self) -> None:
-        """Raise InputError where the loop has changed options that do not get to A."""
-        numbers, others = self._codec.options(self._like)
+    def _checked_options(self) -> list[list[float]]:
+        """Return the options that are numbers; raise InputError where the loop has changed what does not get to A."""
+        numbers, others = self._codec.numbers(self._like), self._codec.others(self._like)
         first, first_others = self._first
         # Schedulers keep figures of their own there, which are no options: what there was must be as it was.
         same = len(others) == len(first_others) and all(
@@ -201,7 +209,7 @@ class OwnLoop:
                 "optimizer learns nothing; make it so from the beginning"
             )
         if numbers == first:
-            return
+            return numbers
         if self._context.job.program.scheduler is not None:
             raise InputError(
                 "the loop has changed options of its optimizer, but Program(scheduler=…) writes them, too; leave one "
@@ -211,6 +219,7 @@ class OwnLoop:
             raise InputError(
                 "the loop has changed options of its optimizer, which several servers have; write servers=1"
             )
+        return numbers
 
     # ------------------------------------------------------------------------------------------------------- evaluation
 

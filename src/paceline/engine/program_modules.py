@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from paceline.core.errors import is_installed
 from paceline.program import Program
 
 # What fork servers have imported anyway.
@@ -61,4 +62,4 @@ def _installed(name: str) -> bool:
     """Return whether a module that was imported by this name is a part of an installed package."""
     spec = getattr(sys.modules.get(name), "__spec__", None)
     origin = getattr(spec, "origin", None) or ""
-    return getattr(spec, "name", None) == name and ("site-packages" in origin or "dist-packages" in origin)
+    return getattr(spec, "name", None) == name and is_installed(origin)

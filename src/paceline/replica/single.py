@@ -84,11 +84,8 @@ class Autograd:
         self._autocasts = program.precision != "fp32"
         self._recorder = None if type(recorder) is NullRecorder else recorder
         placed(module, device=self.device)
-        self.module = module.train()
         self.layout = layout
-        parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-        self.parameters = [parameters[name] for name in layout.parameter_names]
-        self._buffers = [buffers[e.name] for b in layout.buffers for e in b.entries]
+        self.use(module.train())
         self.before_reading: Callable[[], None] = lambda: None
         """Waits for the device in another way than the reading of a loss would."""
         self.gradients: FlatState | None = None

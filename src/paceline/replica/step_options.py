@@ -9,9 +9,9 @@ A part is the parameters of one optimizer. An update steps those parts that some
 the options and the gradients of these Δs.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice, repeat
 from math import isclose
 from typing import Any, TypeAlias
 
@@ -34,11 +34,9 @@ _SAME = 1e-12
 Group: TypeAlias = dict[str, Any]
 
 
-def parts_of(optimizer: Optimizer) -> Mapping[str, list[Group]]:
-    """Return the groups of each of several optimizers by name; of a single one, whose name is empty."""
-    if isinstance(optimizer, SeveralOptimizers):
-        return {name: each.param_groups for name, each in optimizer.parts.items()}
-    return {"": optimizer.param_groups}
+def optimizers_of(optimizer: Optimizer) -> Mapping[str, Optimizer]:
+    """Return each of several optimizers by name; a single one, whose name is empty."""
+    return optimizer.parts if isinstance(optimizer, SeveralOptimizers) else {"": optimizer}
 
 
 @dataclass(frozen=True)
@@ -54,34 +52,40 @@ class OptionsCodec:
     @classmethod
     def of(cls, optimizer: Optimizer) -> "OptionsCodec":
         """Return that of an optimizer which no scheduler has written to."""
-        return cls(tuple(tuple(tuple(_numbers(group)) for group in groups) for groups in parts_of(optimizer).values()))
+        groups = (each.param_groups for each in optimizers_of(optimizer).values())
+        return cls(tuple(tuple(tuple(_numbers(group)) for group in part) for part in groups))
 
-    def options(self, optimizer: Optimizer) -> tuple[list[list[float]], list[Group]]:
-        """Return the options of each group: those that are numbers, and the others with the number of parameters."""
-        numbers, others = list[list[float]](), list[Group]()
-        for part, groups in enumerate(parts_of(optimizer).values()):
-            for i, group in enumerate(groups):
-                names = [name for name, _ in self.keys[part][i]] if i < len(self.keys[part]) else []
-                numbers.append([value for name in names for value in _as_numbers(group[name])])
-                rest = {name: value for name, value in group.items() if name not in (*names, *_NO_OPTIONS)}
-                others.append({"params": len(group["params"]), **rest})
-        return numbers, others
+    def numbers(self, optimizer: Optimizer) -> list[list[float]]:
+        """Return the options of each group that are numbers, one part's after the other's."""
+        return [
+            [value for name, _ in names for value in _as_numbers(group[name])]
+            for keys, part in zip(self.keys, optimizers_of(optimizer).values(), strict=True)
+            for names, group in zip(keys, part.param_groups, strict=False)  # a loop may have added some
+        ]
 
-    def encode(self, optimizer: Optimizer, steps: Collection[int]) -> Tensor:
+    def others(self, optimizer: Optimizer) -> list[Group]:
+        """Return all other options of each group, and its number of parameters."""
+        found = list[Group]()
+        for keys, part in zip(self.keys, optimizers_of(optimizer).values(), strict=True):
+            for names, group in zip(chain(keys, repeat(())), part.param_groups, strict=False):
+                known = {*_NO_OPTIONS, *(name for name, _ in names)}
+                rest = {name: value for name, value in group.items() if name not in known}
+                found.append({"params": len(group["params"]), **rest})
+        return found
+
+    def encode(self, numbers: Sequence[Sequence[float]], steps: Collection[int]) -> Tensor:
         """Return the vector of a Δ.
 
         Args:
-            optimizer: has the options.
+            numbers: the options, as :meth:`numbers` returns them.
             steps: numbers of the parts that the Δ is of.
         """
-        numbers = list[float]()
-        for part, (keys, groups) in enumerate(zip(self.keys, parts_of(optimizer).values(), strict=True)):
-            own = [float(part in steps), 0.0]
-            for names, group in zip(keys, groups, strict=True):
-                own += [value for name, _ in names for value in _as_numbers(group[name])]
+        vector, groups = list[float](), iter(numbers)
+        for part, keys in enumerate(self.keys):
+            own = [float(part in steps), 0.0, *chain.from_iterable(islice(groups, len(keys)))]
             # Of a Δ that is not of this part the options count for nothing.
-            numbers += own if part in steps else [0.0] * len(own)
-        return torch.tensor(numbers, dtype=torch.float64)
+            vector += own if part in steps else [0.0] * len(own)
+        return torch.tensor(vector, dtype=torch.float64)
 
     def _cut(self, vector: Tensor) -> Iterator[list[float]]:
         """Yield the numbers of each part."""
@@ -102,11 +106,11 @@ class OptionsCodec:
             options: False: its options stay, for a scheduler of the program's writes them.
         """
         shares = list[float]()
-        for groups, keys, own in zip(parts_of(optimizer).values(), self.keys, self._cut(vector), strict=True):
+        for part, keys, own in zip(optimizers_of(optimizer).values(), self.keys, self._cut(vector), strict=True):
             share, _, *values = own
             shares.append(share)
             remaining = iter(values)
-            for group, names in zip(groups, keys, strict=True) if share and options else ():
+            for group, names in zip(part.param_groups, keys, strict=True) if share and options else ():
                 for name, count in names:
                     _write(group, name, [next(remaining) / share for _ in range(count)])
         if isinstance(optimizer, SeveralOptimizers):
@@ -114,7 +118,7 @@ class OptionsCodec:
 
     def updated(self, optimizer: Optimizer, before: Tensor, mean: Tensor) -> Tensor:
         """Return the vector of an A: its options as they are, and the updates of each part with this one."""
-        after, at = self.encode(optimizer, range(len(self.keys))), 0
+        after, at = self.encode(self.numbers(optimizer), range(len(self.keys))), 0
         for (_, updates, *values), (share, *_) in zip(self._cut(before), self._cut(mean), strict=True):
             after[at + 1] = updates + (share > 0)
             at += 2 + len(values)

@@ -281,6 +281,19 @@ def test_compressed_gradients(served: Serve) -> None:
     server.run()
 
 
+def test_threads_are_those_that_the_server_says(served: Serve) -> None:
+    before = torch.get_num_threads()
+    server = served("replicas=1..2 threads=1")
+    torch.set_num_threads(3)
+    try:
+        with server.joined():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    server.run()
+
+
 def test_checkpoints_and_resumes(served: Serve, tmp_path: Path) -> None:
     saved = {"checkpoint": tmp_path / "ckpt", "checkpoint_every": "3 steps"}
     own = batches(10)

@@ -319,8 +319,17 @@ class DistributedRun:
             self._coordinator.settle()
             return optimizer.states() if optimizer is not None else []
 
-        more: dict[str, Any] = {"report": self._reports.report, "states": None if run_context.local_sgd else states}
-        return client, ClientWorker(run_context, replica, measured, client, self._metrics, autograd=own, **more)
+        worker = ClientWorker(
+            run_context,
+            replica,
+            measured,
+            client,
+            self._metrics,
+            report=self._reports.report,
+            autograd=own,
+            states=None if run_context.local_sgd else states,
+        )
+        return client, worker
 
     @contextlib.contextmanager
     def _named(self, client: AllReduceClient | AsyncPipelineClient) -> Iterator[None]:

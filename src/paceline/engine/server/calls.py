@@ -190,6 +190,8 @@ class Caller:
         failure: str | None = None
         result: Any = None
         try:
+            if method.startswith("_"):
+                raise PacelineError(f"{method} is no call")
             result = getattr(self._host, method)(*args)
             if inspect.isawaitable(result):
                 result = await result

@@ -45,11 +45,11 @@ class LateReplicas:
             lambda r: records[r].attempt,
             lambda r: r in self.held_back,
         )
-        bound = START_S + self._job.timeout_s
-        reasons = {r: f"silent for {s:.1f} s; killed" for r, s in silent.items() if self._job.survives_deaths}
+        bound, end = START_S + self._job.timeout_s, "the others go on without it" if self._job.joins else "killed"
+        reasons = {r: f"silent for {s:.1f} s; {end}" for r, s in silent.items() if self._job.survives_deaths}
         for replica, since in state.starting.items():
             if now - since > bound:
-                reasons[replica] = f"did not start within {bound:g} s; killed"
+                reasons[replica] = f"did not start within {bound:g} s; {end}"
         self.suspects = tuple(Suspect(r, records[r].incarnation, why) for r, why in reasons.items())
         if state.coordinator.present and not state.starting:
             loop.check_hang(

@@ -26,7 +26,6 @@ from paceline.engine.serving.address import ServerAddress
 from paceline.engine.serving.host import RUN, facts
 from paceline.engine.worker_metrics import SERVER_NAME
 from paceline.replica.flat_state import FlatLayout
-from paceline.replica.step_options import BUFFER
 
 # Times that a server is asked within the timeout whether it is alive.
 ASKS = 4
@@ -104,7 +103,8 @@ class JoinedServer:
             self.close()
         module = job.program.build()
         state = messages.state_of(FlatLayout.of(module, job.running_buffers), arrays)
-        return {name: tensor for name, tensor in state.named() if name in module.state_dict() and name != BUFFER}
+        names = module.state_dict().keys()
+        return {name: tensor for name, tensor in state.named() if name in names}
 
     def lost(self, error: PeerError) -> WorkerError:
         """Return why a call has no answer, as the script is to see it."""

@@ -53,7 +53,7 @@ _OWN = ("batch size", "clip_norm", "code of", "last batch", "loss", "order of", 
 def facts(job: Job) -> dict[str, str]:
     """Return what a process must have in common with the server, by name: all of a program with data."""
     own = _OWN if job.program.train is no_data else ()
-    return {**versions(), **{name: text for name, text in job.fingerprint.items() if not name.startswith(own or "\0")}}
+    return {**versions(), **{name: text for name, text in job.fingerprint.items() if not name.startswith(own)}}
 
 
 class _Nobody:
@@ -104,7 +104,7 @@ class ServingHost:
         for suspect in status.suspects:
             process = self._members.get(suspect.replica)
             if process is not None and process.place[1] == suspect.incarnation:
-                await self.lose(process, suspect.reason.replace("killed", "the others go on without it"))
+                await self.lose(process, suspect.reason)
         return status
 
     async def break_off(self, error: BaseException) -> None:

@@ -24,7 +24,7 @@ from torch.export import Dim, ExportedProgram, export
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Graph, GraphModule, Node
 
-from paceline.core.errors import InputError
+from paceline.core.errors import InputError, is_installed
 from paceline.program import Tree, call, leaves, map_tree
 from paceline.replica.capture import input_spec
 from paceline.replica.capture.input_spec import InputSpec, Rebuild, named_leaves
@@ -134,8 +134,7 @@ def export_error(module: nn.Module, error: BaseException) -> InputError:
 
 def is_user_file(filename: str) -> bool:
     """Return True if a file is part neither of Python, nor of torch, nor of this package's capture."""
-    installed = "site-packages" in filename or "dist-packages" in filename
-    return not filename.startswith(_OURS) and (installed or not filename.startswith(_PYTHON))
+    return not filename.startswith(_OURS) and (is_installed(filename) or not filename.startswith(_PYTHON))
 
 
 def _input_spec(program: ExportedProgram, inputs: Tree, otherwise: str) -> InputSpec:
