@@ -77,7 +77,7 @@ def file(handle: RunHandle, tmp_path: Path) -> Iterator[ProgressFile]:
     file = ProgressFile(tmp_path / "run")
     file.on_start(handle)
     yield file
-    file._lines.on_end(None)
+    file.on_end(None)
 
 
 def record(number: int) -> Record:
@@ -216,7 +216,7 @@ def test_a_run_that_failed_leaves_no_folder(tmp_path: Path) -> None:
 def test_a_run_whose_process_is_no_more_is_lost(file: ProgressFile, tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    file._lines.write("process", pid=ended.pid, host=socket.gethostname())
+    file.write("process", pid=ended.pid, host=socket.gethostname())
     watched = WatchedRun(tmp_path / "run")
     watched.poll()
     assert "ended without a report" in watched.html()

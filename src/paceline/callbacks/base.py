@@ -81,7 +81,7 @@ class Callback:
         """Take the folder of a checkpoint that is whole; it is removed later, when ``keep`` newer ones are there."""
 
     def on_log(self, replica: ReplicaId, step: int, values: Mapping[str, float], run: RunHandle) -> None:
-        """Take figures that a loop of yours has logged on a replica, by name, at its step, counted from 1."""
+        """Take figures that a loop of yours has logged on a replica, by name, after so many of its steps."""
 
     def on_end(self, run: Run | None) -> None:
         """End: the run is over, and saved if it has a folder; None: an error has ended it."""

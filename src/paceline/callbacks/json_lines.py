@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO, final
+from typing import Any, TextIO
 
 from paceline.callbacks.base import Callback, RunHandle
 from paceline.core.records import Record, ReplicaExit
@@ -14,7 +14,6 @@ from paceline.metrics.summary import json_safe
 from paceline.run import Run
 
 
-@final
 class JsonLines(Callback):
     """Appends one JSON object a line to a file, each of which a reader finds at once.
 

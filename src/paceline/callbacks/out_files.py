@@ -11,13 +11,12 @@ import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from paceline.callbacks.base import Callback, RunHandle
 from paceline.callbacks.json_lines import JsonLines
 from paceline.callbacks.tensorboard import TensorBoard
-from paceline.core.records import Record, ReplicaExit
-from paceline.core.types import ReplicaId, Seconds
+from paceline.core.types import Seconds
 from paceline.engine.base import Progress
 from paceline.engine.worker_metrics import PROGRESS_NAME, remove_workers_file
 from paceline.run import Run
@@ -28,26 +27,25 @@ EVERY_PART = 1 / 300
 
 
 @final
-class ProgressFile(Callback):
-    """Writes ``progress.jsonl``; a full disk ends the file, not the run.
+class ProgressFile(JsonLines):
+    """Writes ``progress.jsonl``; where the disk is full lines are missing, and the run goes on.
 
     Args:
         folder: of the run.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._lines = JsonLines(folder / PROGRESS_NAME)
+        super().__init__(folder / PROGRESS_NAME)
         self._next_s: Seconds = 0.0
         self._remarks: tuple[str, ...] = ()
-        self._sound = contextlib.suppress(OSError)
 
     def on_start(self, run: RunHandle) -> None:
         """Open the file, and say which process writes it; what was recorded before the run was resumed follows."""
-        with self._sound:
-            self._lines.on_start(run)
-            self._lines.write("process", pid=os.getpid(), host=socket.gethostname())
-            for record in run.history:
-                self._lines.on_record(record, run)
+        with contextlib.suppress(OSError):
+            super().on_start(run)
+        self.write("process", pid=os.getpid(), host=socket.gethostname())
+        for record in run.history:
+            self.on_record(record, run)
 
     def progress(self, progress: Progress) -> None:
         """Write how far training is, now and then, and as soon as there are other remarks about replicas."""
@@ -56,33 +54,17 @@ class ProgressFile(Callback):
         self._remarks = progress.remarks
         self._next_s = progress.time_s + max(EVERY_S, progress.time_s * EVERY_PART)
         names = ("phase", "fraction", "time_s", "updates", "gradients", "threshold", "loss", "remarks")
-        with self._sound:
-            self._lines.write("progress", **{name: getattr(progress, name) for name in names})
-
-    def on_record(self, record: Record, run: RunHandle) -> None:
-        """Write a line."""
-        with self._sound:
-            self._lines.on_record(record, run)
-
-    def on_departure(self, exit: ReplicaExit, run: RunHandle) -> None:
-        """Write a line."""
-        with self._sound:
-            self._lines.on_departure(exit, run)
-
-    def on_checkpoint(self, path: Path, run: RunHandle) -> None:
-        """Write a line."""
-        with self._sound:
-            self._lines.on_checkpoint(path, run)
-
-    def on_log(self, replica: ReplicaId, step: int, values: Mapping[str, float], run: RunHandle) -> None:
-        """Write a line."""
-        with self._sound:
-            self._lines.on_log(replica, step, values, run)
+        self.write("progress", **{name: getattr(progress, name) for name in names})
 
     def on_end(self, run: Run | None) -> None:
-        """Write the last line."""
-        with self._sound:
-            self._lines.on_end(run)
+        """Write the last line, and close the file."""
+        with contextlib.suppress(OSError):
+            super().on_end(run)
+
+    def write(self, event: str, **values: Any) -> None:
+        """Write one line, if there is room for it."""
+        with contextlib.suppress(OSError):
+            super().write(event, **values)
 
 
 @final
