@@ -91,7 +91,8 @@ def test_the_output_is_that_of_one_process(
     fork_server: ForkServer, job: Callable[[], zoo.Job], strategy: str, samples: int
 ) -> None:
     given, state, inputs, split = program(job), moved(job), rows(job().inputs, samples), Strategy.parse(strategy)
-    with WorkerPool(InferenceRequest(given, split, state, 60.0), split.workers, 1, fork_server) as crew:
+    request = InferenceRequest(given, split, state, 60.0, divides=True)
+    with WorkerPool(request, split.workers, 1, fork_server) as crew:
         for few in (samples, max(1, samples - 1)):  # the second time by what was made for the first
             some = rows(inputs, few)
             compare(join_answers(crew.ask(some), split, some), itself(given, state, some))
@@ -125,10 +126,12 @@ def test_a_run_a_folder_and_a_state_say_what_is_asked(tmp_path: Path) -> None:
 def test_another_form_of_input_is_captured_anew(fork_server: ForkServer) -> None:
     """And the first form is answered by what was made for it."""
     given, inputs = small(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).double()), small().train[0]  # type: ignore[index]
-    with WorkerPool(InferenceRequest(given, Strategy(shards=2), None, 60.0), 2, 1, fork_server) as crew:
-        for some in (inputs[:4], inputs.view(2, 6, 6), inputs[:3]):
-            expected = itself(given, given.build().state_dict(), some)
-            compare(join_answers(crew.ask(some), Strategy(shards=2), some), expected)
+    for divides in (True, False):
+        request = InferenceRequest(given, Strategy(shards=2), None, 60.0, divides=divides)
+        with WorkerPool(request, 2, 1, fork_server) as crew:
+            for some in (inputs[:4], inputs.view(2, 6, 6), inputs[:3]):
+                expected = itself(given, given.build().state_dict(), some)
+                compare(join_answers(crew.ask(some), Strategy(shards=2), some), expected)
 
 
 def test_a_predictor_answers_again_and_again_inside_its_block() -> None:

@@ -15,6 +15,10 @@ IMAGES = (60_000, 1, 28, 28)
 """MNIST's training set."""
 
 
+SAMPLES = 60_000
+"""Of the vector's data: as many as MNIST has, so that a step is no epoch, whose order has to be drawn."""
+
+
 class Weights(nn.Module):
     """So many parameters, which are hardly used."""
 
@@ -38,12 +42,12 @@ def optimizer_of(name: str) -> functools.partial[torch.optim.Optimizer]:
 
 
 def trivial(parameters: int, optimizer: str) -> Program:
-    """A vector of so many parameters, for workers that compute nothing."""
+    """A vector of so many parameters, for workers that compute nothing, or next to nothing."""
     return Program(
         model=functools.partial(Weights, parameters),
         loss=identity,
         optimizer=optimizer_of(optimizer),
-        train=(torch.zeros(64, 1), torch.zeros(64)),
+        train=(torch.zeros(SAMPLES, 1), torch.zeros(SAMPLES)),
     )
 
 

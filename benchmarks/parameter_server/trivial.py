@@ -1,7 +1,6 @@
 """A worker of the local engine that computes nothing: its Δ lies ready, so that the engine alone is measured."""
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from paceline.engine.local import worker_main
@@ -30,14 +29,25 @@ class Trivial(Replica):
         return Measured(0.5, 1, finite=True)
 
 
+class NoData:
+    """The batches of a run that are never looked into."""
+
+    def at(self, stream: int, number: int) -> Batch:
+        """Any batch."""
+        return BATCH
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+BATCH = Batch(None, None, 1)
+
+
 def main(args: dict[str, Any], fds: Sequence[int]) -> None:
     """The process's entry: the engine's own worker, with a trivial replica and no data."""
 
     def replica(*_: object, **__: object) -> Replica:
         return Trivial()
 
-    def batches(*_: object) -> Iterator[Batch]:
-        return (Batch(None, None, 1) for _ in itertools.count())
-
-    RunContext.replica, RunContext.batches = replica, batches  # type: ignore[assignment,method-assign]
+    RunContext.replica, RunContext.batches = replica, lambda _: NoData()  # type: ignore[assignment,method-assign]
     worker_main.main(args, fds)

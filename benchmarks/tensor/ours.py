@@ -13,6 +13,7 @@ from sides import OPTIMIZER
 import paceline
 from paceline.replica.base import Batch
 from paceline.replica.tensor.prepare import prepare_shard
+from paceline.replica.tensor.shard_forward import ShardForward
 
 Step: TypeAlias = Callable[[], None]
 
@@ -49,11 +50,12 @@ def trained(row: Row, backend: str, steps: int, loop: Callable[[Step, Step], Non
 def _forward(program: paceline.Program, row: Row, backend: str) -> Step:
     x, y = row.batch()
     shards = Bare(dist.new_group(backend=backend))
-    module = prepare_shard(program, row.built(), Batch(x, y, len(x)), shards, shards.says).shard.module
+    prepared = prepare_shard(program, row.built(), Batch(x, y, len(x)), shards, shards.says)
+    passes = ShardForward(prepared.shard.module, prepared.captured.module, shards.says, shards.rank)
     sample = row.batch()[0][:1], row.batch()[1][:1]
 
     @torch.no_grad()
     def forward() -> None:
-        module(*sample)
+        passes(*sample)
 
     return forward

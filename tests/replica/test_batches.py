@@ -48,6 +48,24 @@ def test_batches_of_any_stream_come_when_they_are_asked_for(loader: dict[str, An
             is_batch(source.at(stream, k), stream, k)
 
 
+@pytest.mark.parametrize(("data", "prepares"), [(TENSORS, True), (TensorDataset(*TENSORS), True), (Numbers(), False)])
+def test_the_next_batch_is_there_when_it_is_asked_for(data: Any, prepares: bool, monkeypatch: Any) -> None:
+    """Unless somebody's code makes it, or another one than the last time is asked for."""
+    made: list[tuple[int, int]] = []
+    batch = DataOrder.batch
+    with closing(BatchSource(programs.program(train=data), ORDER, 3)) as source:
+        monkeypatch.setattr(DataOrder, "batch", lambda order, *key: made.append(key) or batch(order, *key))
+        for stream, k in [(1, 0), (1, 1), (1, 2), (2, 5), (1, 3), (1, 4)]:
+            found = source.at(stream, k)
+            source.prepare()
+            source.prepare()
+            before = list(made)
+            is_batch(found, stream, k)
+            made[:] = before
+    expected = [(1, 0), (1, 1), (1, 2), (1, 3), (2, 5), (1, 3), (1, 4), (1, 5)]
+    assert made == (expected if prepares else [(1, 0), (1, 1), (1, 2), (2, 5), (1, 3), (1, 4)])
+
+
 def test_a_function_is_called_once_for_batches_in_their_order() -> None:
     def numbered(replica: int, replicas: int, seed: int) -> Any:
         return ((torch.tensor([k]), torch.tensor([replica])) for k in range(3))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.replica import optimizer_kernels
 from paceline.replica.flat_optimizer import FlatOptimizer
 from paceline.replica.flat_state import FlatLayout, FlatState
 
@@ -56,3 +57,22 @@ def test_a_step_that_may_write_its_gradient_has_the_same_bits(name: str, weight:
         consuming.step(gradients[1], 0.5, weight=weight, consumes=True)
         assert torch.equal(gradients[0][0], before)
         assert torch.equal(states[0].parameters[0], states[1].parameters[0])
+
+
+@pytest.mark.parametrize("consumes", [False, True])
+@pytest.mark.parametrize("name", ["plain", "momentum", "dampened"])
+def test_a_step_block_by_block_has_the_same_bits(name: str, consumes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    dampened = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)
+    make = (OPTIMIZERS | {"dampened": dampened})[name]
+    layout = FlatLayout.of(nn.Linear(66, 15))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    found = []
+    for block in (2**18, 64):
+        monkeypatch.setattr(optimizer_kernels, "BLOCK", block)
+        state, other = filled(layout, 1), layout.new()
+        optimizer = FlatOptimizer(make, None, state, layout.new())
+        for step in range(3):
+            gradient = filled(layout, 2 + step).parameters
+            optimizer.step(gradient, 0.5, other if step % 2 == 0 else state, weight=0.25, consumes=consumes)
+        found.append(other.parameters[0])
+    assert torch.equal(*found)

@@ -283,6 +283,7 @@ class ClientWorker(Worker):
             if client.cancelled():
                 raise Cancelled
             loss = make(self._replica, client, batch, clock)
+            self._source.prepare()  # while the policy decides
         except Cancelled:
             # Clock, seeds, delays and batches move on as if the attempt had been completed.
             undone = client.ack_cancel()

@@ -51,6 +51,7 @@ from paceline.replica.pipeline.prepare import capture_units, check_cut, choose_b
 from paceline.replica.tensor.prepare import agreed_op_times, check_same_plan, plan_captured
 from paceline.replica.tensor.rewrite import rewrite_for_shard
 from paceline.replica.tensor.shard_check import check_shard
+from paceline.replica.tensor.shard_forward import ShardForward
 from paceline.strategy import Strategy
 
 # Computes the whole output for a batch.
@@ -66,6 +67,8 @@ class InferenceRequest:
     state: Mapping[str, Tensor] | None
     """Parameters and buffers by full name; None: A_0."""
     timeout_s: Seconds
+    divides: bool = False
+    """Whether shards answer together even where one of them would be quicker."""
 
     def model(self, spill: SpillAllocator | None = None) -> nn.Module:
         """Build the model with the requested state, in evaluation mode.
@@ -298,14 +301,19 @@ class _ShardModel:
             name = type(module).__name__
             plan = plan_captured(self.captured, flat, shards.count, strategy.shard_rules, times, name)
             check_same_plan(plan, context.gather)
-            self._shard = rewrite_for_shard(plan, shards)
-            check_shard(self._shard, self.captured, module, inputs, shards, training=False)
+            shard = rewrite_for_shard(plan, shards)
+            check_shard(shard, self.captured, module, inputs, shards, training=False)
         self._device = request.device(context.world.rank)
-        placed(self._shard.module, device=self._device)
+        placed(shard.module, device=self._device)
+        # Rules are kept, parts of buffers that a pass writes stay alike, and a device may not hold the whole model.
+        stays = strategy.shard_rules or any(call.mutates for call in plan.graph.calls.values())
+        stays = stays or request.divides or self._device.type != "cpu"
+        whole = None if stays else self.captured.module
+        self._forward = ShardForward(shard.module, whole, context.gather, context.world.rank)
 
     def answer(self, inputs: Tree) -> Answer:
         """Return the whole output, on the first rank."""
-        output = self._shard.module(*self.captured.flatten(on_device(inputs, self._device)))
+        output = self._forward(*self.captured.flatten(on_device(inputs, self._device)))
         return Answer({0: output} if self._first else {}, self.captured.rebuild)
 
 

@@ -167,9 +167,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _inner_training_loop(self, *args: Any, resume_from_checkpoint: str | None = None, **options: Any) -> Any:
         self.create_optimizer()
-        self.optimizer: Any = self.accelerator.prepare(
-            self.optimizer
-        )  # it writes new groups into it, so before the join
+        # It writes new groups into it, so before the join.
+        self.optimizer: Any = self.accelerator.prepare(self.optimizer)
         optimizer = self.optimizer.optimizer
         if resume_from_checkpoint is not None:
             self._load_optimizer(optimizer, resume_from_checkpoint)

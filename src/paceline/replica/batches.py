@@ -39,13 +39,12 @@ def fetcher(data: Data, loader: Mapping[str, Any], *, whole: bool = False) -> Fe
         loader: the program's arguments for torch's DataLoader; of them ``collate_fn`` is used.
         whole: whether a batch is the input as a whole, see :func:`~paceline.replica.base.as_pair`.
     """
-    pair = as_tensors(data) if "collate_fn" not in loader else None
-    if pair is not None:
+    if (pair := _rows_of(data, loader)) is not None:
 
         def select(indices: NDArray[np.int64]) -> tuple[Tree, Tree]:
             rows = torch.from_numpy(indices)
-            inputs, targets = (map_tree(lambda t: t.index_select(0, rows), tree) for tree in pair)
-            return as_pair((inputs, targets), whole=whole)
+            chosen = tuple(map_tree(lambda t: t.index_select(0, rows), tree) for tree in pair)
+            return as_pair(chosen, whole=whole)
 
         return select
     dataset: Any = _PairDataset(data) if isinstance(data, tuple) else data
@@ -57,6 +56,11 @@ def fetcher(data: Data, loader: Mapping[str, Any], *, whole: bool = False) -> Fe
         return as_pair(collate(samples), whole=whole)
 
     return fetch
+
+
+def _rows_of(data: Data, loader: Mapping[str, Any]) -> tuple[Tree, Tree] | None:
+    """Return the tensors of which batches are rows, made without anybody's code; None: samples are asked for."""
+    return as_tensors(data) if "collate_fn" not in loader else None
 
 
 def collate_samples(samples: Sequence[Any]) -> Any:
@@ -104,23 +108,43 @@ class BatchSource:
         """Batches in a row; those without an order from 0 on."""
         self._next: tuple[ReplicaId, int] | None = None
         """Stream and number of its next one."""
+        shared = order is not None and order.replicas < replicas
+        self._prefetches = order is not None and bool(program.loader.get("num_workers")) and not shared
+        self._guess: tuple[ReplicaId, int] | None = None
+        """Stream and number after the last batch."""
+        self._guessed = False
+        """Whether that one was the one after its last."""
+        self._prepared: tuple[tuple[ReplicaId, int], Batch] | None = None
+        self._rows = False
+        """Whether batches are rows of tensors."""
 
     def at(self, stream: ReplicaId, number: int) -> Batch:
         """Return a batch; without an order those before are made in vain, and none again."""
         if self._order is None:
             return self._in_a_row(stream, number)
-        shared = self._order.replicas < self._replicas
-        if self._program.loader.get("num_workers") and not shared:
+        if self._prefetches:
             if self._ahead is None or self._next is None:
                 self._ahead, self._next = self._prefetched(self._order, stream, number), (stream, number)
             own, next_number = self._next
             if stream == own and number >= next_number:
                 self._next = stream, number + 1
                 return next(islice(self._ahead, number - next_number, None))
+        asked, prepared = (stream, number), self._prepared
+        self._guessed, self._guess, self._prepared = asked == self._guess, (stream, number + 1), None
+        return prepared[1] if prepared is not None and prepared[0] == asked else self._fetched(self._order, *asked)
+
+    def prepare(self) -> None:
+        """Fetch the next batch where it is known and takes nobody's code, for a caller with time to wait."""
+        guess, order = self._guess, self._order
+        if self._rows and self._guessed and order is not None and guess is not None and self._prepared is None:
+            self._prepared = guess, self._fetched(order, *guess)
+
+    def _fetched(self, order: DataOrder, stream: ReplicaId, number: int) -> Batch:
         if self._fetch is None:
-            train, whole = cast(Data, self._program.train), self._program.model_makes_loss
-            self._fetch = fetcher(train, self._program.loader, whole=whole)
-        indices = self._order.batch(stream, number)
+            train, program = cast(Data, self._program.train), self._program
+            self._fetch = fetcher(train, program.loader, whole=program.model_makes_loss)
+            self._rows = _rows_of(train, program.loader) is not None
+        indices = order.batch(stream, number)
         return Batch(*self._fetch(indices), len(indices)) if len(indices) else EMPTY
 
     def stream(self, stream: ReplicaId, first: int = 0) -> Stream:

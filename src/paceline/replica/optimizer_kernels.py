@@ -18,8 +18,13 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as global_hooks
 
+from paceline.device import CPU
+
 # An optimizer's state of one vector: StepKernel.state_count vectors of the same form, zeros at first.
 StateVectors: TypeAlias = Sequence[Tensor]
+
+# Elements of a vector on which a step makes all of its passes before it goes on, so that they find them in the caches.
+BLOCK = 2**18
 
 
 @dataclass(slots=True)
@@ -97,6 +102,17 @@ class SgdKernel(StepKernel):
         weight: float = 1.0,
         *,
         consumes: bool = False,
+    ) -> None:
+        size = BLOCK * torch.get_num_threads()
+        if not self.momentum or before.device != CPU or before.numel() < 2 * size:
+            self._step(before, after, gradient, state, weight, consumes=consumes)
+            return
+        parts = [torch.split(vector, size) for vector in (before, after, gradient, state[0])]
+        for old, new, part, momentum in zip(*parts, strict=True):
+            self._step(old, new, part, (momentum,), weight, consumes=consumes)
+
+    def _step(
+        self, before: Tensor, after: Tensor, gradient: Tensor, state: StateVectors, weight: float, *, consumes: bool
     ) -> None:
         own = gradient if consumes else None
         # Where the gradient is used once, the weight goes into the factor of that use: one pass less.

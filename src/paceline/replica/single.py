@@ -129,20 +129,20 @@ class Autograd:
 
     def bind(self, state: FlatState) -> None:
         """Let the module's parameters be ``state``'s, and its buffers copies of them."""
-        with torch.no_grad():
-            for parameter in self.parameters if self.own is None else ():
-                if parameter.grad is not None:  # left by a cancelled attempt
-                    parameter.grad = None
-            if self.gradients is not None:
-                torch._foreach_zero_(self.gradients.parameters)
-                for parameter, view in zip(self.parameters, self.gradients.views.parameters, strict=True):
-                    parameter.grad = view
-            if state.device == self.device:
-                for parameter, view in zip(self.parameters, state.views.parameters, strict=True):
-                    parameter.data = view
-            elif self.parameters:
-                torch._foreach_copy_([p.data for p in self.parameters], state.views.parameters, non_blocking=True)
-            if self._buffers:
+        for parameter in self.parameters if self.own is None else ():
+            if parameter.grad is not None:  # left by a cancelled attempt
+                parameter.grad = None
+        if self.gradients is not None:
+            torch._foreach_zero_(self.gradients.parameters)
+            for parameter, view in zip(self.parameters, self.gradients.views.parameters, strict=True):
+                parameter.grad = view
+        if state.device == self.device:
+            for parameter, view in zip(self.parameters, state.views.parameters, strict=True):
+                parameter.data = view
+        elif self.parameters:
+            torch._foreach_copy_([p.data for p in self.parameters], state.views.parameters, non_blocking=True)
+        if self._buffers:
+            with torch.no_grad():
                 torch._foreach_copy_(self._buffers, state.views.buffers)
 
     def backward(self, batch: Batch, clock: Clock, weight: float = 1.0) -> float:

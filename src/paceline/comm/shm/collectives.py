@@ -176,9 +176,11 @@ def all_reduce(rounds: StagedRounds, x: Tensor, out: Tensor, rule: str) -> Steps
     header = fingerprint("all_reduce", x.dtype, x.numel(), rule=rule)
     if rounds.size > 1 and _is_small(rounds, x):
         return _reduce_at_once(rounds, header, x, rule, out)
-    if out is not x:
-        out.copy_(x)
-    return iter(()) if rounds.size == 1 else _reduce_in_slices(rounds, header, out, rule, keeps=True)
+    if rounds.size == 1:
+        if out is not x:
+            out.copy_(x)
+        return iter(())
+    return _reduce_in_slices(rounds, header, x, rule, out)
 
 
 def reduce(rounds: StagedRounds, x: Tensor, root: int, rule: str) -> Steps:
@@ -186,10 +188,10 @@ def reduce(rounds: StagedRounds, x: Tensor, root: int, rule: str) -> Steps:
     if rounds.size == 1:  # its own reduction, of any number of bytes
         return iter(())
     header = fingerprint("reduce", x.dtype, x.numel(), root=root, rule=rule)
-    keeps = rounds.rank == root
+    out = x if rounds.rank == root else None
     if _is_small(rounds, x):
-        return _reduce_at_once(rounds, header, x, rule, x if keeps else None)
-    return _reduce_in_slices(rounds, header, x, rule, keeps=keeps)
+        return _reduce_at_once(rounds, header, x, rule, out)
+    return _reduce_in_slices(rounds, header, x, rule, out)
 
 
 def _is_small(rounds: StagedRounds, x: Tensor) -> bool:
@@ -204,24 +206,22 @@ def _reduce_at_once(rounds: StagedRounds, header: bytes, x: Tensor, rule: str, o
         _reduce(shown, rule, out)
 
 
-def _reduce_in_slices(rounds: StagedRounds, header: bytes, x: Tensor, rule: str, *, keeps: bool) -> Steps:
+def _reduce_in_slices(rounds: StagedRounds, header: bytes, x: Tensor, rule: str, out: Tensor | None) -> Steps:
     rank, size = rounds.rank, rounds.size
     slot = rounds.stages(x.dtype)[0].numel() // size
-    before: list[Tensor] = []  # slices of the chunk whose results are shown in this round
+    before: list[Tensor] = []  # places of the chunk whose results are shown in this round
     for start in [*_starts(x.numel(), slot * size), None]:
-        stages, slices = rounds.stages(x.dtype), list[Tensor]()
+        stages, slices, places = rounds.stages(x.dtype), list[Tensor](), list[Tensor]()
         if start is not None:
-            chunk = x[start : start + slot * size]
-            each = -(-chunk.numel() // size)  # as equal as can be; the last ones are shorter or empty
-            slices = [chunk[i * each : (i + 1) * each] for i in range(size)]
+            slices = _slices(x[start : start + slot * size], size)
+            places = [] if out is None else _slices(out[start : start + slot * size], size)
         for other, part in enumerate(slices):
             if other != rank:
                 _slot(stages[rank], slot, other, part).copy_(part)
         yield from rounds.barrier(header if start == 0 else None)
-        if keeps:
-            for other, part in enumerate(before):
-                if other != rank:
-                    part.copy_(_slot(stages[other], slot, other, part))
+        for other, place in enumerate(before):
+            if other != rank:
+                place.copy_(_slot(stages[other], slot, other, place))
         if slices:
             own = slices[rank]
             parts = [_slot(stage, slot, rank, own) for stage in stages]
@@ -229,9 +229,15 @@ def _reduce_in_slices(rounds: StagedRounds, header: bytes, x: Tensor, rule: str,
             # The stages of the next round: the others read the result there after its barrier.
             result = _slot(rounds.stages(x.dtype)[rank], slot, rank, own)
             _reduce(parts, rule, result)
-            if keeps:
-                own.copy_(result)
-        before = slices
+            if places:
+                places[rank].copy_(result)
+        before = places
+
+
+def _slices(chunk: Tensor, size: int) -> list[Tensor]:
+    """Cut a chunk into one slice a rank, as equal as can be: the last ones are shorter or empty."""
+    each = -(-chunk.numel() // size)
+    return [chunk[i * each : (i + 1) * each] for i in range(size)]
 
 
 def reduce_scatter(rounds: StagedRounds, out: Tensor, parts: Sequence[Tensor], rule: str) -> Steps:

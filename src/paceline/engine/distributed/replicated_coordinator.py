@@ -100,7 +100,8 @@ class ReplicatedCoordinator:
         """Whether Δs are distances from A."""
         self._statuses: list[RankStatus] = []
         # Contributions are of the size of one gradient, not of a sum over samples, which half precision would not hold.
-        self._usual_samples = float(context.order.batch_size * micro_steps(context.delta)) if context.order else 1.0
+        batch = context.order.batch_size if context.order else program.per_replica_batch(1)
+        self._usual_samples = float(batch * micro_steps(context.delta))
         self.may_repeat = context.job.on_nonfinite == "skip"
         """True where an exchange may have to be repeated for a Δ that was discarded."""
         self.before_change: Callable[[], None] = lambda: None

@@ -1,0 +1,71 @@
+"""A forward pass is made by the shards together, or by the first alone, whichever is quicker."""
+
+import json
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from paceline.replica.tensor.shard_forward import ShardForward
+
+
+class Others:
+    """The other shards' answers, of which one says how long passes take.
+
+    Args:
+        seconds: (shards together, the first alone) of each shard; what this one measures is not used.
+    """
+
+    def __init__(self, *seconds: tuple[float, float]) -> None:
+        self.seconds, self.asked = seconds, 0
+
+    def __call__(self, text: str, description: str) -> Sequence[str]:
+        del description
+        if not text:
+            return [""] * len(self.seconds)
+        together, alone = json.loads(text)
+        assert together > 0
+        assert alone >= 0
+        self.asked += 1
+        return [json.dumps(each) for each in self.seconds]
+
+
+def divided(x: torch.Tensor) -> Sequence[str]:
+    return [f"divided {len(x)}"]
+
+
+def whole(x: torch.Tensor) -> Sequence[str]:
+    return [f"whole {len(x)}"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rank", "expected"),
+    [
+        ([(1.0, 1.5), (1.4, 0.0)], 0, ["divided 3"]),
+        ([(1.0, 1.5), (1.4, 0.0)], 1, ["divided 3"]),
+        ([(1.0, 1.5), (1.6, 0.0)], 0, ["whole 3"]),  # the slowest shard counts
+        ([(1.0, 1.5), (1.6, 0.0)], 1, []),
+    ],
+)
+def test_what_all_shards_agree_on(seconds: list[tuple[float, float]], rank: int, expected: list[str]) -> None:
+    others = Others(*seconds)
+    passes = ShardForward(divided, whole, others, rank)
+    for _ in range(3):
+        assert list(passes(torch.ones(3, 2))) == expected
+    assert others.asked == 1
+
+
+def test_each_size_is_measured_by_itself() -> None:
+    others = Others((1.0, 2.0))
+    passes = ShardForward(divided, whole, others, 0)
+    assert passes(torch.ones(3, 2)) == ["divided 3"]
+    others.seconds = ((2.0, 1.0),)
+    assert passes(torch.ones(1, 2)) == ["whole 1"]
+    assert passes(torch.ones(3, 2)) == ["divided 3"]
+    assert others.asked == 2
+
+
+def test_without_a_whole_model_nothing_is_measured() -> None:
+    others = Others((2.0, 1.0))
+    assert ShardForward(divided, None, others, 0)(torch.ones(1, 2)) == ["divided 1"]
+    assert not others.asked
