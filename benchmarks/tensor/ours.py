@@ -11,9 +11,11 @@ from models import SEED, Loss, Row
 from sides import OPTIMIZER
 
 import paceline
-from paceline.replica.base import Batch
-from paceline.replica.tensor.prepare import prepare_shard
+from paceline.replica.capture.capture import capture
+from paceline.replica.tensor.prepare import agreed_op_times, plan_captured
+from paceline.replica.tensor.rewrite import rewrite_for_shard
 from paceline.replica.tensor.shard_forward import ShardForward
+from paceline.replica.tensor.sharding_plan import NO_RULES
 
 Step: TypeAlias = Callable[[], None]
 
@@ -40,22 +42,25 @@ def trained(row: Row, backend: str, steps: int, loop: Callable[[Step, Step], Non
         batch = next(worker.batches())  # the same again and again, as on the other sides
         loop(lambda: worker.step(batch), forward)
 
-    forward = _forward(program, row, backend)
+    forward = _forward(row, backend)
     return paceline.launch(
         stepped, program, f"shards={dist.get_world_size()} threads=1", engine=f"distributed:{backend}", steps=steps,
         evaluate_every=10**6, progress=False,
     )  # fmt: skip
 
 
-def _forward(program: paceline.Program, row: Row, backend: str) -> Step:
-    x, y = row.batch()
-    shards = Bare(dist.new_group(backend=backend))
-    prepared = prepare_shard(program, row.built(), Batch(x, y, len(x)), shards, shards.says)
-    passes = ShardForward(prepared.shard.module, prepared.captured.module, shards.says, shards.rank)
-    sample = row.batch()[0][:1], row.batch()[1][:1]
+def _forward(row: Row, backend: str) -> Step:
+    """The forward pass of one sample, as a predictor makes it."""
+    (inputs, _), module, shards = row.batch(), row.built(), Bare(dist.new_group(backend=backend))
+    captured = capture(module, inputs, operators=True, training=False)
+    leaves = captured.flatten(inputs)
+    times = agreed_op_times(captured, leaves, shards.says)
+    plan = plan_captured(captured, leaves, shards.count, NO_RULES, times, row.make.__name__)
+    passes = ShardForward(captured, rewrite_for_shard(plan, shards), module.eval(), shards.says, shards.rank)
+    sample = inputs[:1]
 
     @torch.no_grad()
     def forward() -> None:
-        passes(*sample)
+        passes(sample)
 
     return forward

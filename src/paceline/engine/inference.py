@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, TypeAlias, final
 
 import torch
@@ -308,13 +309,13 @@ class _ShardModel:
         # Rules are kept, parts of buffers that a pass writes stay alike, and a device may not hold the whole model.
         stays = strategy.shard_rules or any(call.mutates for call in plan.graph.calls.values())
         stays = stays or request.divides or self._device.type != "cpu"
-        whole = None if stays else self.captured.module
-        self._forward = ShardForward(shard.module, whole, context.gather, context.world.rank)
+        whole = None if stays else module
+        self._forward = ShardForward(self.captured, shard, whole, context.gather, context.world.rank)
 
     def answer(self, inputs: Tree) -> Answer:
         """Return the whole output, on the first rank."""
-        output = self._forward(*self.captured.flatten(on_device(inputs, self._device)))
-        return Answer({0: output} if self._first else {}, self.captured.rebuild)
+        output = self._forward(on_device(inputs, self._device))
+        return Answer({0: [output]} if self._first else {}, itemgetter(0))
 
 
 class _StageModel:

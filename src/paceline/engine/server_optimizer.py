@@ -255,6 +255,8 @@ class ServerOptimizer:
         self._write_buffers(deltas, destination)
 
     def _write_buffers(self, deltas: Weighted, destination: FlatState) -> None:
+        if not destination.buffers:
+            return
         buffers = _BufferMean(self.state)
         for delta, weight in deltas:
             buffers.add(delta, weight)

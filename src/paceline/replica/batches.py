@@ -42,8 +42,14 @@ def fetcher(data: Data, loader: Mapping[str, Any], *, whole: bool = False) -> Fe
     if (pair := _rows_of(data, loader)) is not None:
 
         def select(indices: NDArray[np.int64]) -> tuple[Tree, Tree]:
-            rows = torch.from_numpy(indices)
-            chosen = tuple(map_tree(lambda t: t.index_select(0, rows), tree) for tree in pair)
+            rows, (inputs, targets) = torch.from_numpy(indices), pair
+            if isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor):  # the usual case
+                chosen = inputs.index_select(0, rows), targets.index_select(0, rows)
+            else:
+                chosen = (
+                    map_tree(lambda t: t.index_select(0, rows), inputs),
+                    map_tree(lambda t: t.index_select(0, rows), targets),
+                )
             return as_pair(chosen, whole=whole)
 
         return select

@@ -2,28 +2,32 @@
 
 ::
 
-    first pass of a size    one by the whole model, one by the shards, again ... -> the quicker one, agreed by all
-    every other pass        shards: parts, collectives         or    first shard: the whole model; the others: nothing
+    first pass of a size    the whole model, the shards, the whole model ... -> the quicker way, agreed by all
+    every other pass        shards: parts, collectives      or    first shard: the whole model; the others: nothing
 
 What shards save of a small pass is less than what their collectives take.
 """
 
 import json
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, final
+from collections.abc import Callable
+from typing import final
 
-from torch import Tensor
+from torch import nn
 
 from paceline.core.types import Seconds
+from paceline.program import Tree, call, leaves
+from paceline.replica.capture.capture import Captured
 from paceline.replica.capture.input_spec import Shapes, shapes_of
 from paceline.replica.tensor.prepare import GatherText
+from paceline.replica.tensor.rewrite import ShardGraph
 
-# Leaves of the input -> leaves of the output.
-Forward: TypeAlias = Callable[..., Sequence[Any]]
-
-# Passes of each, of which the fastest counts: whatever else the machine does only makes one slower.
+# Passes of each kind, of which the fastest counts: whatever else the machine does only makes one slower.
 REPEATS = 5
+
+# What shards together may take of the whole model's time at most: less is won than what they lose by waiting for each
+# other where another program runs.
+PAYS = 0.9
 
 
 @final
@@ -31,44 +35,55 @@ class ShardForward:
     """The forward pass of one shard; all shards call it together, with the same input.
 
     Args:
-        divided: this shard's part of the pass; the output is whole.
-        whole: the whole model's; None: the shards always pass together.
+        captured: the model's graph.
+        shard: this shard of it.
+        whole: the model; None: the shards always pass together.
         gather: gathers a text of each shard.
         rank: of this shard.
     """
 
-    def __init__(self, divided: Forward, whole: Forward | None, gather: GatherText, rank: int) -> None:
-        self._divided, self._whole, self._gather, self._rank = divided, whole, gather, rank
+    def __init__(
+        self, captured: Captured, shard: ShardGraph, whole: nn.Module | None, gather: GatherText, rank: int
+    ) -> None:
+        self._captured, self._shard, self._whole = captured, shard.module, whole
+        self._gather, self._rank = gather, rank
         self.divides: dict[Shapes, bool] = {}
         """Whether shards pass together, by the input's shapes."""
 
-    def __call__(self, *leaves: Tensor) -> Sequence[Any]:
-        """Return the leaves of the output, whole on the first shard; on others perhaps none."""
-        whole = self._whole
-        if whole is None:
-            return self._divided(*leaves)
-        shapes = shapes_of(leaves)
-        if shapes not in self.divides:
-            self.divides[shapes] = self._pays(whole, leaves)
-        if self.divides[shapes]:
-            return self._divided(*leaves)
-        return () if self._rank else whole(*leaves)
+    def __call__(self, inputs: Tree) -> Tree:
+        """Return the model's output, whole on the first shard; on others perhaps nothing.
 
-    def _pays(self, whole: Forward, leaves: Sequence[Tensor]) -> bool:
-        """Return whether the shards together are quicker than the first with the whole model, which has the cores."""
-        alone, together = [], []
+        Raises:
+            InputError: the input has another form than the graph was captured for.
+        """
+        if self._whole is None:
+            return self._together(inputs)
+        shapes = shapes_of(leaves(inputs))
+        if shapes not in self.divides:
+            self._captured.flatten(inputs)  # raises on all shards
+            self.divides[shapes] = self._pays(self._whole, inputs)
+        if self.divides[shapes]:
+            return self._together(inputs)
+        return () if self._rank else call(self._whole, inputs)
+
+    def _together(self, inputs: Tree) -> Tree:
+        return self._captured.rebuild(self._shard(*self._captured.flatten(inputs)))
+
+    def _pays(self, whole: nn.Module, inputs: Tree) -> bool:
+        """Return whether the shards together are quicker than the first with the whole model."""
+        alone, together = list[Seconds](), list[Seconds]()
         for _ in range(REPEATS):
             self._gather("", "the others' forward pass")
             if not self._rank:
-                alone.append(_seconds(whole, leaves))
+                alone.append(_seconds(lambda: call(whole, inputs)))
             self._gather("", "the forward pass of the whole model")
-            together.append(_seconds(self._divided, leaves))
+            together.append(_seconds(lambda: self._together(inputs)))
         own = [min(together), min(alone, default=0.0)]
         gathered = [json.loads(each) for each in self._gather(json.dumps(own), "how long a forward pass takes")]
-        return bool(max(seconds for seconds, _ in gathered) < gathered[0][1])
+        return bool(max(seconds for seconds, _ in gathered) < PAYS * gathered[0][1])
 
 
-def _seconds(forward: Forward, leaves: Sequence[Tensor]) -> Seconds:
+def _seconds(forward: Callable[[], Tree]) -> Seconds:
     began = time.perf_counter()
-    forward(*leaves)
+    forward()
     return time.perf_counter() - began
