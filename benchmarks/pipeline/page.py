@@ -33,6 +33,7 @@ numbers again and again, so data cost no time on any side. A step is {MICRO_BATC
 - `{THEIRS}`: `ScheduleGPipe`, `Schedule1F1B` and `ScheduleInterleaved1F1B` of torch.distributed.pipelining, with
   stages written by hand and their shapes given; outputs are not collected. It sends by the same backend; `shm` is ours,
   so there it stands once more, `{THEIRS_ON_GLOO}`, as people have it.
+- `paceline, 1f1b` takes turns with zero-bubble, which torch does not have by the same rule.
 - All cut the model at the same layers, into equal parts; interleaved ones into two parts a rank.
 
 All sides of a schedule take turns of a few steps in the same processes, one thread each. A step's time is the median of

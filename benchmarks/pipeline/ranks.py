@@ -13,7 +13,7 @@ from kit.together import tell
 from kit.work import Measured
 from models import MICRO_BATCHES
 from rounds import Cell, Found, Pace, Rounds
-from sides import ONE, THEIRS, THEIRS_ON_GLOO
+from sides import BESIDE, ONE, OURS, THEIRS, THEIRS_ON_GLOO
 
 import paceline.comm
 from paceline import schedule
@@ -35,7 +35,7 @@ def _row(member: Member, cell: Cell, side: str, found: Found) -> dict[str, Any]:
         "backend": cell.backend,
         "schedule": cell.schedule,
         "side": side,
-        **_figures(side, found),
+        **_figures(cell, side, found),
         "simple_ms": _ms(_simple_s(member, cell, found)),
         "difference": f"{found.differences[side]:.1e}",
         "moved": f"{found.moved:.1e}",
@@ -46,8 +46,9 @@ def _row(member: Member, cell: Cell, side: str, found: Found) -> dict[str, Any]:
     return row | machine()
 
 
-def _figures(side: str, found: Found) -> dict[str, str]:
+def _figures(cell: Cell, side: str, found: Found) -> dict[str, str]:
     times, theirs = found.times[side], found.times.get(THEIRS)
+    beside = found.times.get(f"{OURS}, {BESIDE.get(cell.schedule)}")
     on_gloo = found.times.get(THEIRS_ON_GLOO, theirs)
     return {
         "step_ms": _ms(statistics.median(times)),
@@ -55,6 +56,7 @@ def _figures(side: str, found: Found) -> dict[str, str]:
         "of_ideal": _ratio(times, found.ideals),
         "of_torch": _ratio(times, theirs) if theirs else "",
         "of_torch_on_gloo": _ratio(times, on_gloo) if on_gloo else "",
+        "of_beside": _ratio(times, beside) if beside else "",
         "one_ms": _ms(statistics.median(found.times[ONE])),
     }
 

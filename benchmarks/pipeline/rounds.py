@@ -10,10 +10,11 @@
 Processors that others use too change their pace within seconds; turns are short, so that all sides meet each pace.
 """
 
+import functools
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch.distributed as dist
 from alone import Alone, Measured, cores
@@ -26,12 +27,16 @@ from kit.turns import timed
 from kit.work import Begun
 from models import MICRO_BATCHES
 from ours import Step, times, trained
-from sides import ONE, OURS, One, Side, others
+from sides import BESIDE, ONE, OURS, One, Side, others
 
 from paceline import schedule
 
 MOST = 40
 """Steps of a turn that count."""
+
+
+# Makes turns of what of Paceline takes part.
+Loop: TypeAlias = Callable[[Mapping[str, Step]], None]
 
 
 class Cell(NamedTuple):
@@ -80,6 +85,10 @@ class Rounds:
         self._order = schedule.parse(cell.schedule)
         self._job = Job(cell.size, MICRO_BATCHES, cell.backend)
         self._steps = _steps(self._job, pace.turn_s)
+        self._ours = {OURS: f"schedule={cell.schedule}"}
+        """What of Paceline takes part, by side."""
+        if (beside := BESIDE.get(cell.schedule)) is not None:
+            self._ours[f"{OURS}, {beside}"] = f"schedule={beside}"
         self._times: dict[str, list[float]] = defaultdict(list)
         self._ideals: list[float] = []
 
@@ -87,8 +96,10 @@ class Rounds:
         """Go through them; raises ArithmeticError where sides don't end with the same parameters."""
         sides = others(self._cell.schedule, self._job)
         ends, way = self._checked(sides)
-        steps = (self._pairs + 1) * (self._steps + 1)
-        trained(f"schedule={self._cell.schedule}", self._job, steps, lambda step: self._go(sides, step))
+        steps, loop = (self._pairs + 1) * (self._steps + 1), functools.partial(self._go, sides)
+        for name, words in reversed(self._ours.items()):
+            loop = functools.partial(self._nested, name, words, steps, loop)
+        loop({})
         for side in sides.values():
             side.close()
         return Found(self._steps, self._times, self._ideals, ends, way)
@@ -98,12 +109,16 @@ class Rounds:
             for _ in range(STEPS):
                 side.step()
         states = {name: side.state() for name, side in sides.items()}
-        run = trained(f"schedule={self._cell.schedule}", self._job, STEPS, times(STEPS))
-        states[OURS] = dict(run.state)
+        for name, words in self._ours.items():
+            states[name] = dict(trained(words, self._job, STEPS, times(STEPS)).state)
         return differences(states, ONE), moved(self._job, states[ONE])
 
-    def _go(self, sides: Mapping[str, Side], step: Step) -> None:
-        every = {name: side.step for name, side in sides.items()} | {OURS: step}
+    def _nested(self, name: str, words: str, steps: int, loop: Loop, inner: Mapping[str, Step]) -> None:
+        """Go on within a run of ours, so that several take turns."""
+        trained(words, self._job, steps, lambda step: loop({**inner, name: step}))
+
+    def _go(self, sides: Mapping[str, Side], ours: Mapping[str, Step]) -> None:
+        every = {name: side.step for name, side in sides.items()} | ours
         alone = Alone(self._job, self._order)
         for number in range(self._pairs + 1):
             self._say(number)

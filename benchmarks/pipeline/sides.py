@@ -16,6 +16,9 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 ONE, OURS, THEIRS, THEIRS_ON_GLOO = "one process", "paceline", "torch", "torch on gloo"
 
+BESIDE = {"zero-bubble": "1f1b"}
+"""Paceline's own schedule that takes turns with one that torch does not have by the same rule."""
+
 INSIDE = ("gpipe", "1f1b", "interleaved")
 """What torch has by the same rule."""
 

@@ -1,4 +1,4 @@
-"""Paceline's side: the distributed engine, with a loop that others may step beside."""
+"""Paceline's side: the distributed engine, with a loop that others may step beside; and its shards without messages."""
 
 import itertools
 from collections.abc import Callable
@@ -6,13 +6,15 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from bare import Bare
+from bare import Bare, Silent
 from models import SEED, Loss, Row
-from sides import OPTIMIZER
+from sides import OPTIMIZER, Side
+from torch import Tensor
 
 import paceline
+from paceline.replica.base import Batch
 from paceline.replica.capture.capture import capture
-from paceline.replica.tensor.prepare import agreed_op_times, plan_captured
+from paceline.replica.tensor.prepare import agreed_op_times, plan_captured, prepare_shard
 from paceline.replica.tensor.rewrite import rewrite_for_shard
 from paceline.replica.tensor.shard_forward import ShardForward
 from paceline.replica.tensor.sharding_plan import NO_RULES
@@ -29,14 +31,7 @@ def trained(row: Row, backend: str, steps: int, loop: Callable[[Step, Step], Non
         steps: that ``loop`` makes.
         loop: is given a step, and the forward pass of one sample.
     """
-    program = paceline.Program(
-        model=row.make,
-        loss=Loss,
-        optimizer=OPTIMIZER,
-        train=lambda replica, replicas, seed: itertools.repeat(row.batch()),
-        batch_size=row.shape[0],
-        seed=SEED,
-    )
+    program = _program(row)
 
     def stepped(worker: Any) -> None:
         batch = next(worker.batches())  # the same again and again, as on the other sides
@@ -47,6 +42,45 @@ def trained(row: Row, backend: str, steps: int, loop: Callable[[Step, Step], Non
         stepped, program, f"shards={dist.get_world_size()} threads=1", engine=f"distributed:{backend}", steps=steps,
         evaluate_every=10**6, progress=False,
     )  # fmt: skip
+
+
+def _program(row: Row) -> paceline.Program:
+    return paceline.Program(
+        model=row.make,
+        loss=Loss,
+        optimizer=OPTIMIZER,
+        train=lambda replica, replicas, seed: itertools.repeat(row.batch()),
+        batch_size=row.shape[0],
+        seed=SEED,
+    )
+
+
+class Unsent(Side):
+    """The shards' own graphs in a plain loop, where collectives send nothing: no step with this plan takes less.
+
+    Args:
+        row: what is trained.
+    """
+
+    def __init__(self, row: Row) -> None:
+        self._x, self._y = row.batch()
+        silent, says = Silent(dist.get_rank(), dist.get_world_size()), Bare(dist.new_group(backend="shm")).says
+        batch = Batch(self._x, self._y, len(self._x))
+        self._module = prepare_shard(_program(row), row.built(), batch, silent, says, check=False).shard.module
+        self._optimizer = OPTIMIZER(self._module.parameters())
+
+    def step(self) -> None:
+        self._optimizer.zero_grad()
+        (loss,) = self._module(self._x, self._y)
+        loss.backward()
+        self._optimizer.step()
+
+    @torch.no_grad()
+    def forward(self) -> None:
+        self._module(self._x[:1], self._y[:1])
+
+    def state(self) -> dict[str, Tensor]:
+        raise NotImplementedError("it does not compute what the model does")
 
 
 def _forward(row: Row, backend: str) -> Step:

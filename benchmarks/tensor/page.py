@@ -7,7 +7,7 @@ from kit.sheet import Row
 from kit.words import bullets, grid
 from models import ROWS
 from rounds import CHECKED
-from sides import ONE, OURS, THEIRS
+from sides import ONE, OURS, THEIRS, UNSENT
 
 HEAD = f"""\
 # Operators divided among shards, beside one process and DTensor
@@ -21,12 +21,14 @@ The first measures into `results/` (what is there is not measured again without 
 - `{ONE}`: plain PyTorch with one thread, while the other ranks wait.
 - `{THEIRS}`: torch's `parallelize_module` with `ColwiseParallel` and `RowwiseParallel`, written by hand for each model,
   on Gloo; it can't divide convolutions.
+- `{UNSENT}`: the same shards in a plain loop, with collectives that return at once. It computes nothing sensible, and
+  no step with these plans takes less.
 
 All sides take turns of a few steps in the same processes, one thread each; a side's time is the median of a turn on its
 slowest rank, then of all turns, and a ratio the median of the turns' ratios. The optimizer is SGD with momentum, the
 data one batch of random numbers. Before that each makes {CHECKED} steps from the same A_0, and the script fails where a
 parameter differs from one process's, or where none has moved. `one sample` is a forward pass without gradients of a
-batch of one; in the end the output is whole on every rank.
+batch of one; Paceline's is a predictor's, which leaves it to one process where shards would not be quicker.
 """
 
 OF_ONE = {"mlp 256": 0.6, "mlp 1024": 0.56, "transformer": 0.62}

@@ -3,7 +3,7 @@
 ::
 
     check      5 steps of each side from A_0: all end with the parameters of one process
-    round 1    steps of one process | DTensor | Paceline, forward passes of all       warms up, and is not counted
+    round 1    steps of one process | DTensor | nothing sent | Paceline, forward passes of all       warms up
     round 2    the same in the other order
 
 A side's time is the median of its turn on the slowest rank.
@@ -20,8 +20,8 @@ from kit.together import largest
 from kit.turns import timed
 from kit.work import Begun
 from models import ROWS, Row
-from ours import Step, trained
-from sides import ONE, OURS, THEIRS, One, Side, theirs
+from ours import Step, Unsent, trained
+from sides import ONE, OURS, THEIRS, UNSENT, One, Side, theirs
 from torch import Tensor
 
 CHECKED = 5
@@ -87,6 +87,7 @@ class Rounds:
         if (other := theirs(self._row)) is not None:
             sides[THEIRS] = other
         difference = self._checked(sides)
+        sides[UNSENT] = Unsent(self._row)
         steps = (self._pairs + 1) * (self._count + 1)
         trained(self._row, self._cell.backend, steps, lambda step, forward: self._go(sides, step, forward))
         return Found(self._steps, self._forwards, difference)

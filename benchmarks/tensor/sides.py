@@ -8,7 +8,7 @@ import torch.distributed as dist
 from models import Loss, Row
 from torch import Tensor, nn
 
-ONE, OURS, THEIRS = "one process", "paceline", "DTensor"
+ONE, OURS, THEIRS, UNSENT = "one process", "paceline", "DTensor", "nothing sent"
 
 OPTIMIZER = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 

@@ -15,7 +15,6 @@ Load = Callable[[str], Any]
 KEPT = {
     "shards": ("tensor/results/steps.csv", {"mlp 256", "mlp 1024", "transformer", "resnet", "inception"}),
     "stages": ("pipeline/results/steps.csv", {"small, 1f1b", "large, zero-bubble"}),
-    "zero-bubble": ("pipeline/results/steps.csv", {"small", "large"}),
     "gloo": ("pipeline/results/steps.csv", {"small, gpipe", "large, interleaved"}),
     "synchronous": ("data_parallel/results/data_parallel.csv", {"batch 32, 8 ranks", "batch 128, 2 ranks"}),
     "collectives": (
@@ -31,7 +30,7 @@ def test_figures_are_those_of_the_sheets_that_the_benchmarks_leave(load: Load, n
     path, labels = KEPT[name]
     with (ROOT / path).open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    if name in ("stages", "zero-bubble", "gloo"):
+    if name in ("stages", "gloo"):
         rows = [row for row in rows if row["stages"] == "2"]
     if name == "synchronous":
         rows = [row for row in rows if row["model"] == "mlp" and row["ranks"] != "1"]
@@ -41,6 +40,17 @@ def test_figures_are_those_of_the_sheets_that_the_benchmarks_leave(load: Load, n
     figures = list(load("limits").LIMITS[name].figures(rows))
     assert labels <= {figure.label for figure in figures}
     assert all(figure.value > 0 for figure in figures)
+
+
+def test_zero_bubble_is_compared_with_what_it_took_turns_with(load: Load) -> None:
+    rows = [
+        {"size": "small", "side": side, "backend": "shm", "schedule": schedule, "of_beside": ratio}
+        for side, schedule, ratio in (
+            ("paceline", "1f1b", ""), ("paceline, 1f1b", "zero-bubble", "1.0"), ("paceline", "zero-bubble", "0.9"),
+        )
+    ]  # fmt: skip
+    [figure] = load("limits").LIMITS["zero-bubble"].figures(rows)
+    assert (figure.label, figure.value, figure.met) == ("small", 0.9, True)
 
 
 def test_the_worst_of_all_models_counts_of_single_samples(load: Load) -> None:
@@ -90,6 +100,25 @@ def test_a_row_is_measured_once_and_told_on_the_page(
     assert measure.main(["--page", "--out", str(tmp_path)]) == 0
     text = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert "| one replica's step ÷ the plain loop's, one thread | mlp, sgd, distributed |" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "bound", "aim", "said"),
+    [
+        ("0.55", "0.70", "≤ 0.6", ""),
+        ("0.70", "0.58", "≤ 0.6", "missed"),
+        ("0.70", "", "≤ 0.6", "missed"),
+        ("0.70", "0.62", "≤ 0.6", "out of reach"),
+        ("0.90", "0.95", "≥ 1", "out of reach"),
+        ("0.90", "1.10", "≥ 1", "missed"),
+    ],
+)
+def test_the_page_says_what_a_bound_forbids(load: Load, value: str, bound: str, aim: str, said: str) -> None:
+    met = str(not said)
+    row = {"row": "shards", "label": "mlp 256", "value": value, "bound": bound, "aim": aim, "met": met}
+    machine = {"processor": "P", "cores": "2", "system": "Linux", "torch": "2", "python": "3", "date": "2026-01-01"}
+    line = next(line for line in load("page").page([row | machine]).splitlines() if "| mlp 256 |" in line)
+    assert [cell.strip() for cell in line.split("|")][3:7] == [value, bound and f"{float(bound):.2f}", aim, said]
 
 
 def test_a_command_that_fails_ends_it(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,13 +34,15 @@ def rows(out: Path, name: str) -> list[dict[str, str]]:
 
 
 def test_steps_are_measured_once_and_told_on_the_page(load: Callable[[str], Any], tmp_path: Path) -> None:
-    words = (*CELL, "--backends", "shm", "--schedules", "interleaved", "--pairs", "2", "--turn", "0.001")
+    words = (*CELL, "--backends", "shm", "--schedules", "interleaved", "zero-bubble", "--pairs", "2", "--turn", "0.001")
     done = run(tmp_path, *words)
     assert done.returncode == 0, done.stderr
     steps = rows(tmp_path, "steps")
     sides = [("interleaved", side) for side in ("paceline", "torch", "torch on gloo")]
+    sides += [("zero-bubble", side) for side in ("paceline", "paceline, 1f1b")]
     assert sorted((row["schedule"], row["side"]) for row in steps) == sides
-    assert [row["pairs"] for row in steps] == ["2"] * 3
+    assert [row["pairs"] for row in steps] == ["2"] * 5
+    assert [float(row["of_beside"]) > 0 for row in steps if row["of_beside"]] == [True, True]
     assert all(float(row["difference"]) <= 1e-5 for row in steps)
     assert all(float(row["of_ideal"]) > 0 for row in steps)
     assert load("measure").main([*words, "--out", str(tmp_path)]) == 0

@@ -24,7 +24,7 @@ def test_steps_are_measured_once_and_told_on_the_page(load: Callable[[str], Any]
     sheet = tmp_path / "results" / "steps.csv"
     with sheet.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert sorted(row["side"] for row in rows) == ["DTensor", "one process", "paceline"]
+    assert sorted(row["side"] for row in rows) == ["DTensor", "nothing sent", "one process", "paceline"]
     assert all(float(row["difference"]) <= 1e-4 for row in rows)
     assert all(float(row["step_ms"]) > 0 < float(row["forward_ms"]) for row in rows)
     before = sheet.read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from paceline import PacelineError, Strategy
 from paceline.engine.base import Budget, Job
-from paceline.engine.distributed.overlap import Overlap, cut, pays
+from paceline.engine.distributed.overlap import Bucket, Overlap, cut, cut_apart, pays
 from paceline.engine.distributed.reduce_buffer import ReduceBuffer
 from paceline.engine.spmd.communicator import Traffic
 from paceline.engine.spmd.launch_env import LaunchEnv
@@ -64,9 +64,9 @@ class Wire:
     def to_device(self, vector: Tensor) -> Tensor:
         return vector.clone() if self.elsewhere else vector
 
-    def start_all_reduce(self, vector: Tensor) -> Tensor:
+    def start_all_reduce(self, vector: Tensor, out: Tensor | None = None) -> Tensor:
         self.begun.append(vector.clone())
-        return vector
+        return vector if out is None else out.copy_(vector)
 
     def wait(self, work: Tensor, what: str) -> None:
         work.mul_(2.0)
@@ -107,6 +107,31 @@ def test_the_sums_are_in_the_buffer(elsewhere: bool) -> None:
         assert buffer.state.parameters[0].tolist() == [1.0, 1.0, 2.0, 2.0, 2.0, 3.0, 4.0, 4.0]
     assert wire.waited == ["a test"] * 6
     assert wire.traffic.sent_bytes == 2 * 8 * 4  # two rings of two ranks: each sends a vector's bytes once
+
+
+def test_large_parameters_are_a_bucket_of_their_own() -> None:
+    of = layout([2, 9, 1, 2, 8], [1, 4])
+    found = [(bucket.vector, bucket.start, bucket.stop, bucket.members) for bucket in cut_apart(of, 32)]
+    singles = [(0, 14, 22, (4,)), (0, 11, 14, (3, 2)), (0, 2, 11, (1,)), (0, 0, 2, (0,))]
+    assert found == [*singles, (1, 1, 5, (6,)), (1, 0, 1, (5,))]
+    assert cut_apart(layout([3, 2], []), 32) == (Bucket(0, 0, 5, (1, 0)),)
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.5])
+def test_they_are_summed_from_where_they_are(weight: float) -> None:
+    of = layout([2, 3, 1, 2], [])
+    wire, buffer = Wire(), ReduceBuffer(of, 2)
+    overlap = Overlap(cut_apart(of, 12), buffer, wire, early=False)  # type: ignore[arg-type]
+    buffer.state.parameters[0].fill_(7.0)
+    for index in range(4):
+        overlap.add(index, gradient(index), weight)
+    large = buffer.state.views.parameters[1]
+    expected = gradient(1) * weight
+    assert large.tolist() == expected.tolist()
+    overlap.wait("a test")
+    assert buffer.state.parameters[0].tolist() == [2 * weight * each for each in (1, 1, 2, 2, 2, 3, 4, 4)]
+    overlap.flush()  # without a Δ
+    assert [part.tolist() for part in wire.begun[-3:]] == [[0.0] * 3, [0.0] * 3, [0.0] * 2]
 
 
 def test_who_has_no_delta_brings_zeros_in_the_same_order() -> None:

@@ -231,9 +231,10 @@ class GradientHooks:
         autograd: computes the gradients.
         sink: receives them.
         mean: whether they are sums over samples, to be divided by their number.
+        early: whether each is sent as soon as it is final; else all at the end of Δ.
     """
 
-    def __init__(self, autograd: Autograd, sink: GradientSink, *, mean: bool) -> None:
+    def __init__(self, autograd: Autograd, sink: GradientSink, *, mean: bool, early: bool = True) -> None:
         self._autograd, self._sink, self._mean = autograd, sink, mean
         self._sent: set[int] = set()
         self._added_to: set[int] = set()
@@ -248,7 +249,7 @@ class GradientHooks:
         # several reentrant checkpoints that use it once each.
         self.handles = [
             parameter.register_post_accumulate_grad_hook(functools.partial(self._added, index))  # type: ignore[no-untyped-call]
-            for index, parameter in enumerate(autograd.parameters)
+            for index, parameter in enumerate(autograd.parameters if early else ())
         ]
 
     def begin_delta(self) -> None:
@@ -331,9 +332,14 @@ class Single(Replica):
         return self._autograd
 
     @contextmanager
-    def sending_gradients(self, sink: GradientSink) -> Iterator[None]:
-        """Context manager: the gradients of Δ go to ``sink``, each as soon as it is final, and not to ``out``."""
-        self._hooks = hooks = GradientHooks(self._autograd, sink, mean=self._micro_steps > 1)
+    def sending_gradients(self, sink: GradientSink, *, early: bool = True) -> Iterator[None]:
+        """Context manager: the gradients of Δ go to ``sink`` and not to ``out``, each as soon as it is final.
+
+        Args:
+            sink: receives them.
+            early: False: all at the end of Δ.
+        """
+        self._hooks = hooks = GradientHooks(self._autograd, sink, mean=self._micro_steps > 1, early=early)
         try:
             yield
         finally:

@@ -310,7 +310,7 @@ class DistributedRun:
         if shard.overlap is not None:
             assert isinstance(inner, Single), "synchronous training sends gradients"
             assert isinstance(client, AllReduceClient), "an asynchronous pipeline sends no Δ"
-            self._closing.enter_context(inner.sending_gradients(client))
+            self._closing.enter_context(inner.sending_gradients(client, early=shard.overlap.early))
         computing = inner if self._shadow_passes is None else ShadowReplica(inner, self._shadow_passes)
         measured = InstrumentedReplica(computing, self._metrics, client, 0)
         own, optimizer = autograd_of(inner), shard.update.optimizer
