@@ -144,6 +144,7 @@ def first_step(told: Told) -> Iterator[Figure]:
 
 _SHARDS = ("tensor/measure.py", "--backends", "shm", "--pairs", f"{PAIRS}")
 _STAGES = ("pipeline/measure.py", "--stages", "2", "--pairs", f"{PAIRS}")
+_ZERO_BUBBLE = (*_STAGES, "--backends", "shm", "--schedules", "zero-bubble")
 _RANKS = ("data_parallel/measure.py", "--models", "mlp", "--ranks", "2", "4", "8", "--batches", "32", "128")
 _CALLS = ("collectives/measure.py", "--ranks", "8", "--calls", *TIMES_GLOO, "--sizes", "1K", "16M", "100M")
 
@@ -151,7 +152,7 @@ LIMITS = {
     "shards": Limit("two shards ÷ one process, a step", _SHARDS, shard_steps, "steps.csv"),
     "samples": Limit("two shards ÷ one process, forward of one sample", _SHARDS, shard_samples, "steps.csv"),
     "stages": Limit("two stages ÷ the ideal, a step", _STAGES, stage_steps, "steps.csv"),
-    "zero-bubble": Limit("zero-bubble ÷ 1F1B, a step in two stages", _STAGES, zero_bubble, "steps.csv"),
+    "zero-bubble": Limit("zero-bubble ÷ 1F1B, a step in two stages", _ZERO_BUBBLE, zero_bubble, "steps.csv"),
     "gloo": Limit("pipelines on Gloo ÷ torch's on Gloo", _STAGES, on_gloo, "steps.csv"),
     "synchronous": Limit(
         "synchronous step of 5.8M parameters ÷ DDP's on Gloo",

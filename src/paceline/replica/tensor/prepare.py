@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Node
 
@@ -47,6 +47,12 @@ class PreparedShard:
     """The model with its loss: (input, target) -> loss."""
     plan: ShardingPlan
     shard: ShardGraph
+    """Returns the loss, or its own term of it: backward needs no other's, so no shard waits for others before it."""
+
+    def loss(self, returned: Tensor) -> Tensor:
+        """Return the loss, of what the shard has returned; all shards call it together."""
+        total = self.shard.total
+        return returned if total is None else self.shards.all_reduce(returned.detach(), total.name)
 
 
 def prepare_shard(
@@ -84,6 +90,8 @@ def prepare_shard(
         add_unused_tensors(shard, module)
         if check:
             check_shard(shard, captured, WithLoss(program, module), (batch.input, batch.target), shards)
+        if shard.total is not None:
+            shard.total.put_off = True
     return PreparedShard(program, shards, captured, plan, shard)
 
 

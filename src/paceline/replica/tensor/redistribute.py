@@ -70,9 +70,13 @@ class Redistribute(CollectiveModule):
         super().__init__(shards, name)
         self.before, self.after = before, after
         self._forward_steps, self._backward_steps = REDISTRIBUTIONS[type(before), type(after)]
+        self.put_off = False
+        """Whether the tensor is left as it is, for somebody redistributes its value later; nothing is done backward."""
 
     def forward(self, tensor: Tensor) -> Tensor:
         """Return the tensor in its new placement."""
+        if self.put_off:
+            return tensor
         differentiable = tensor.requires_grad and torch.is_grad_enabled()
         result: Tensor = self.differentiable(tensor) if differentiable else self.value(None, tensor)
         return result

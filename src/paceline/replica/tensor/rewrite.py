@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 from paceline.replica.module_utils import get_or_create_submodule, tensors_of
 from paceline.replica.tensor.base import GraphEmitter
 from paceline.replica.tensor.branch_on_rank import STANDS_FOR
-from paceline.replica.tensor.placements import PARTIAL_GRAD, REPLICATE, OnRank, Placement, Shard
+from paceline.replica.tensor.placements import PARTIAL, PARTIAL_GRAD, REPLICATE, OnRank, Placement, Shard
 from paceline.replica.tensor.plan_search import SearchStep
 from paceline.replica.tensor.redistribute import Redistribute, ValueKey, cheapest_source
 from paceline.replica.tensor.sharding_plan import ShardingPlan
@@ -28,6 +28,8 @@ class ShardGraph:
     """forward(*leaves of the input) -> tuple of the output's leaves, whole; holds the shard's parts, by full name."""
     parameters: Mapping[str, Placement]
     """Placement of each of them, buffers included."""
+    total: Redistribute | None = None
+    """Sums the shards' terms of the only output; None: it needs no sum, or there are several outputs."""
 
 
 def rewrite_for_shard(plan: ShardingPlan, shards: TPCollectives) -> ShardGraph:
@@ -44,7 +46,7 @@ def rewrite_for_shard(plan: ShardingPlan, shards: TPCollectives) -> ShardGraph:
     rewriter.graph.eliminate_dead_code(  # a stand-in that no node uses is not needed
         lambda node: STANDS_FOR not in node.meta and (node.op != "call_function" or node.is_impure())
     )
-    return ShardGraph(GraphModule(rewriter.root, rewriter.graph, "Shard"), plan.parameters)
+    return ShardGraph(GraphModule(rewriter.root, rewriter.graph, "Shard"), plan.parameters, rewriter.total)
 
 
 def add_unused_tensors(shard: ShardGraph, module: nn.Module) -> None:
@@ -75,6 +77,8 @@ class _Rewriter:
         """Node of the model's graph -> node of the shard's, in its own placement."""
         self._inputs: dict[Node, Node] = {}
         """The same for the inputs of the current operator, in the placements that its strategy takes."""
+        self.total: Redistribute | None = None
+        """See :class:`ShardGraph`."""
 
     def _local(self, node: Node) -> Node:
         return self._inputs.get(node) or self._nodes[node]
@@ -126,11 +130,13 @@ class _Rewriter:
             placed[value.key, placement] = emitted
 
     def emit_output(self, node: Node) -> None:
-        for value in self._plan.graph.outputs():
+        outputs = self._plan.graph.outputs()
+        for value in outputs:
             placed = {place: source for (key, place), source in self._placed.items() if key == value.key}
             if REPLICATE not in placed:
                 before = cheapest_source(value, frozenset(placed), self._shards.count)
                 module = Redistribute(self._shards, value.node.name, before, REPLICATE)
+                self.total = module if before == PARTIAL and len(outputs) == 1 else None
                 placed[REPLICATE] = self._emitter.module(module, placed[before])
             self._inputs[value.node] = placed[REPLICATE]
         self.graph.output(map_arg(node.args[0], self._local))

@@ -54,7 +54,7 @@ class TensorParallel(Replica):
         self._autocast = program.autocast(device)
         self._replica, self._device, self._micro_steps = replica, device, micro_steps
         self._recorder = None if isinstance(recorder, NullRecorder) else recorder
-        self._handoff = loose
+        self._handoff, self._total_loss = loose, prepared.loss
         self._module = prepared.shard.module
         self._compiled, self._run = compiled, self._module if compiled is None else compiled.function
         self._autograd = Autograd(program, self._module, layout, replica, device)
@@ -90,8 +90,9 @@ class TensorParallel(Replica):
             turned = time.monotonic_ns()
             # With several micro-steps losses are weighed by their samples; `finish` divides by the sum.
             (loss if self._micro_steps == 1 else loss * float(batch.samples)).backward()  # type: ignore[no-untyped-call]
+            total = self._total_loss(loss.detach())
             self._shards.reached("the loss")
-            value = float(loss.detach())
+            value = float(total)
         except PacelineError:
             raise
         except Exception as error:

@@ -22,8 +22,10 @@ from paceline.replica.capture.input_spec import Shapes, shapes_of
 from paceline.replica.tensor.prepare import GatherText
 from paceline.replica.tensor.rewrite import ShardGraph
 
-# Passes of each kind, of which the fastest counts: whatever else the machine does only makes one slower.
-REPEATS = 5
+# Passes of each kind, of which the fastest counts: whatever else the machine does only makes one slower. As many more,
+# up to MOST, as there is time for: what disturbs a pass of a fraction of a millisecond lasts for many of them.
+FEWEST, MOST = 5, 100
+TIMED_S: Seconds = 0.02
 
 # What shards together may take of the whole model's time at most: less is won than what they lose by waiting for each
 # other where another program runs.
@@ -71,8 +73,16 @@ class ShardForward:
 
     def _pays(self, whole: nn.Module, inputs: Tree) -> bool:
         """Return whether the shards together are quicker than the first with the whole model."""
+        together_s, alone_s = self._fastest(whole, inputs, FEWEST)
+        passes = min(MOST, int(TIMED_S / max(together_s, alone_s)))
+        if passes > FEWEST:
+            together_s, alone_s = self._fastest(whole, inputs, passes)
+        return together_s < PAYS * alone_s
+
+    def _fastest(self, whole: nn.Module, inputs: Tree, passes: int) -> tuple[Seconds, Seconds]:
+        """Return the seconds of the slowest shard's fastest pass, and of the whole model's; the same on all shards."""
         alone, together = list[Seconds](), list[Seconds]()
-        for _ in range(REPEATS):
+        for _ in range(passes):
             self._gather("", "the others' forward pass")
             if not self._rank:
                 alone.append(_seconds(lambda: call(whole, inputs)))
@@ -80,7 +90,7 @@ class ShardForward:
             together.append(_seconds(lambda: self._together(inputs)))
         own = [min(together), min(alone, default=0.0)]
         gathered = [json.loads(each) for each in self._gather(json.dumps(own), "how long a forward pass takes")]
-        return bool(max(seconds for seconds, _ in gathered) < PAYS * gathered[0][1])
+        return max(float(seconds) for seconds, _ in gathered), float(gathered[0][1])
 
 
 def _seconds(forward: Callable[[], Tree]) -> Seconds:
