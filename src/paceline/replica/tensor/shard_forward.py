@@ -11,6 +11,7 @@ What shards save of a small pass is less than what their collectives take.
 import json
 import time
 from collections.abc import Callable
+from statistics import median
 from typing import final
 
 from torch import nn
@@ -22,10 +23,10 @@ from paceline.replica.capture.input_spec import Shapes, shapes_of
 from paceline.replica.tensor.prepare import GatherText
 from paceline.replica.tensor.rewrite import ShardGraph
 
-# Passes of each kind, of which the fastest counts: whatever else the machine does only makes one slower. As many more,
-# up to MOST, as there is time for: what disturbs a pass of a fraction of a millisecond lasts for many of them.
-FEWEST, MOST = 5, 100
-TIMED_S: Seconds = 0.02
+# Passes of each kind, by turns; the median counts, for the fastest one of shards is that in which none had to wait. Of
+# short ones as many more, up to MOST, as there is time for: what disturbs one of them lasts for many.
+FEWEST, MOST = 5, 500
+TIMED_S: Seconds = 0.1
 
 # What shards together may take of the whole model's time at most: less is won than what they lose by waiting for each
 # other where another program runs.
@@ -73,14 +74,14 @@ class ShardForward:
 
     def _pays(self, whole: nn.Module, inputs: Tree) -> bool:
         """Return whether the shards together are quicker than the first with the whole model."""
-        together_s, alone_s = self._fastest(whole, inputs, FEWEST)
+        together_s, alone_s = self._median_s(whole, inputs, FEWEST)
         passes = min(MOST, int(TIMED_S / max(together_s, alone_s)))
         if passes > FEWEST:
-            together_s, alone_s = self._fastest(whole, inputs, passes)
+            together_s, alone_s = self._median_s(whole, inputs, passes)
         return together_s < PAYS * alone_s
 
-    def _fastest(self, whole: nn.Module, inputs: Tree, passes: int) -> tuple[Seconds, Seconds]:
-        """Return the seconds of the slowest shard's fastest pass, and of the whole model's; the same on all shards."""
+    def _median_s(self, whole: nn.Module, inputs: Tree, passes: int) -> tuple[Seconds, Seconds]:
+        """Return the seconds of the slowest shard's median pass, and of the whole model's; the same on all shards."""
         alone, together = list[Seconds](), list[Seconds]()
         for _ in range(passes):
             self._gather("", "the others' forward pass")
@@ -88,12 +89,14 @@ class ShardForward:
                 alone.append(_seconds(lambda: call(whole, inputs)))
             self._gather("", "the forward pass of the whole model")
             together.append(_seconds(lambda: self._together(inputs)))
-        own = [min(together), min(alone, default=0.0)]
+        own = [median(together), median(alone or [0.0])]
         gathered = [json.loads(each) for each in self._gather(json.dumps(own), "how long a forward pass takes")]
         return max(float(seconds) for seconds, _ in gathered), float(gathered[0][1])
 
 
 def _seconds(forward: Callable[[], Tree]) -> Seconds:
+    """Time the second of two passes: the first one fills the caches."""
+    forward()
     began = time.perf_counter()
     forward()
     return time.perf_counter() - began
