@@ -32,7 +32,9 @@ class Figure(NamedTuple):
 
     @property
     def met(self) -> bool:
-        return self.value >= self.aim if self.least else self.value <= self.aim
+        """Whether it is as it is to be, to two places: turns differ by as much."""
+        value = round(self.value, 2)
+        return value >= self.aim if self.least else value <= self.aim
 
     def __str__(self) -> str:
         return f"{'≥' if self.least else '≤'} {self.aim:g}"
