@@ -93,9 +93,9 @@ for name, case in OVERLAPPED.items():
 for name in UNDIVIDED:
     keep(folder, name, told(CASES[name].run(ranks, "distributed:gloo")))
 keep(folder, "shm", told(train(program(), f"replicas={ranks}", steps=2, engine="distributed:shm", progress=False)))
-overlap.APART_BYTES = 1
-for name, case in OVERLAPPED.items():
-    keep(folder, f"{name}, apart", told(case.run(ranks, "distributed:shm")))
+overlap.APART_BYTES = 1  # each parameter is large
+for name in [*OVERLAPPED][::2]:
+    keep(folder, f"{name}, apart", told(OVERLAPPED[name].run(ranks, "distributed:shm")))
 torch.manual_seed(0)
 mine = programs.mlp()
 train(program(model=lambda: mine), f"replicas={ranks}", steps=4, **QUIET)
