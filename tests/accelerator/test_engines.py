@@ -33,7 +33,8 @@ LAYER_BYTES = 4 * 8 * 8
 """Of its hidden layer's output on a batch."""
 
 ROUNDING = 1e-15
-"""The norm of a Δ whose elements several workers have is a sum of theirs, which may end in another last digit."""
+"""The norm of a Δ whose elements several workers have is a sum of theirs, which may end in another last digit; so may
+outputs of about 1 of which shards have added up terms."""
 
 COMBINATIONS_S = 540.0
 """Of some forty runs, each of up to four processes, which on a real device take seconds to begin."""
@@ -166,7 +167,9 @@ def test_actors_that_share_gpus(session_fork_server: ForkServer, target: Target,
 def test_predictions(session_fork_server: ForkServer, target: Target) -> None:
     cases = "tests.accelerator.local_cases:predictions"
     found = running.run(session_fork_server, cases, device=target.module, on=asdict(target))
-    assert all(difference <= target.bound("momentum") for difference in found.values()), found
+    for strategy, difference in found.items():
+        # On the CPU one shard may have answered with the model itself, whose sums are in another order.
+        assert difference <= max(target.bound("momentum"), ROUNDING if "shards" in strategy else 0.0), found
 
 
 @pytest.mark.timeout(2 * COMBINATIONS_S)
