@@ -15,8 +15,8 @@ HEAD = f"""\
 
 What speed on one host has come up against, beside what is aimed at. The first command runs the scripts of the last
 column (they are explained on the pages of their folders) and keeps their figures in `results/limits.csv`, the second
-writes this page. Sides alternate within one run; figures are medians of {PAIRS} turns, and
-aims are met or missed to two places.
+writes this page. Sides alternate within one run; figures are medians of {PAIRS} turns, and aims are met or missed to
+two places.
 
 A bound is the same figure without what is communicated: the same shards, whose collectives return at once; ranks that
 train by themselves. Nothing can be better but by chance. Where the bound itself is beyond the aim, that is out of reach

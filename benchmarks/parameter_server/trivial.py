@@ -36,6 +36,9 @@ class NoData:
         """Any batch."""
         return BATCH
 
+    def prepare(self) -> None:
+        """It is there."""
+
     def close(self) -> None:
         """Nothing is open."""
 

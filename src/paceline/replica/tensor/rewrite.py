@@ -25,7 +25,8 @@ class ShardGraph:
     """The graph of one shard of a model."""
 
     module: GraphModule
-    """forward(*leaves of the input) -> tuple of the output's leaves, whole; holds the shard's parts, by full name."""
+    """forward(*leaves of the input) -> tuple of the output's leaves, whole unless ``total`` is put off; holds the parts
+    of the shard, by full name."""
     parameters: Mapping[str, Placement]
     """Placement of each of them, buffers included."""
     total: Redistribute | None = None

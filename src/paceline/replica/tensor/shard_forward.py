@@ -25,7 +25,7 @@ from paceline.replica.tensor.rewrite import ShardGraph
 
 # Passes of each kind, by turns; the median counts, for the fastest one of shards is that in which none had to wait. Of
 # short ones as many more, up to MOST, as there is time for: what disturbs one of them lasts for many.
-FEWEST, MOST = 5, 500
+FEWEST, MOST = 5, 100
 TIMED_S: Seconds = 0.1
 
 # What shards together may take of the whole model's time at most: less is won than what they lose by waiting for each
