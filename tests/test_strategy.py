@@ -41,7 +41,7 @@ def strategies(draw: st.DrawFn) -> Strategy:
         compression=text_of(draw(compressions())),
         shard_optimizer=draw(st.none() | st.booleans()),
         shard_parameters=draw(st.booleans()),
-        compile=draw(st.booleans()),
+        compile=draw(st.sampled_from((False, True, "graph"))),
     )
 
 
@@ -71,6 +71,7 @@ CANONICAL = [
     ),
     (Strategy(8, threads=1, shard_optimizer=False), "replicas=8 threads=1 shard_optimizer=false"),
     (Strategy(2, compile=True), "replicas=2 compile=true"),
+    (Strategy(2, compile="graph"), "replicas=2 compile=graph"),
     (
         Strategy(4, 2, micro_batches=8, schedule="gpipe", partition="disjoint", accumulate=2, shard_parameters=True),
         "replicas=4 stages=2 schedule=gpipe micro_batches=8 accumulate=2 partition=disjoint shard_parameters=true",
@@ -216,7 +217,7 @@ WRONG = [
     ("smooth-switch:every=100", "smooth-switch is a policy, .*; write aggregation=smooth-switch:every=100"),
     ("xyz=2", "unknown strategy field 'xyz'; known: accumulate, aggregation, "),
     ("shard_parameters=yes", "shard_parameters=yes, but it must be true or false"),
-    ("compile=1", "compile=1, but it must be true or false"),
+    ("compile=1", "unknown compile '1'"),
     ("shard_optimizer=1", "shard_optimizer=1"),
 ]
 

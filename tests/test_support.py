@@ -111,6 +111,7 @@ CASES = [
     ("ray", "replicas=2 aggregation=synchronous:backups=1 pull_ahead=true", {}),
     ("ray", "replicas=2 aggregation=local-steps:over=asynchronous pull_ahead=true", {}),
     ("ray", "replicas=1..2 aggregation=asynchronous pull_ahead=true", {}),
+    ("local", "replicas=2 stages=2 compile=graph", {}),
     ("distributed", "replicas=2 shard_parameters=true compile=true", {}),
     ("local", "stages=2 schedule=pipedream compile=true", {}),
     ("local", "stages=2 schedule=zero-bubble compile=true", {}),
@@ -187,7 +188,7 @@ FEATURES = {
     "`stages` on `device=cuda`": "replicas=2 stages=2 device=cuda",
     "`noise_scale=True`": "replicas=2",
     "`replicas=2..8`": "replicas=2..8",
-    "`compile` (torch.compile)": "replicas=2 compile=true",
+    "`compile=true` (torch.compile), `compile=graph`": "replicas=2 compile=graph",
 }
 """Row of the README's table -> strategy that has the feature, with two replicas where it can have them."""
 

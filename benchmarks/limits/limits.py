@@ -126,11 +126,13 @@ def hogwild(told: Told) -> Iterator[Figure]:
 def asynchronous(told: Told) -> Iterator[Figure]:
     for row in told:
         yield Figure("", float(row["ratio"]), 15.0, least=True)
+        yield Figure("compile=graph", float(row["graph ratio"]), 15.0, least=True)
 
 
 def one_replica(told: Told) -> Iterator[Figure]:
     for row in told:
-        yield Figure(f"{row['model']}, {row['optimizer']}, {row['engine']}", float(row["ratio"]), 1.0)
+        words = "" if row["compile"] == "false" else f", compile={row['compile']}"
+        yield Figure(f"{row['model']}, {row['optimizer']}, {row['engine']}{words}", float(row["ratio"]), 1.0)
 
 
 def plans(told: Told) -> Iterator[Figure]:

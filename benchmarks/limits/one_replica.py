@@ -3,7 +3,8 @@
     python benchmarks/limits/one_replica.py
 
 The plain loop draws a permutation of the samples, and of each batch of it clears the gradients, computes loss and
-backward, and steps. Both take turns; a ratio is the median of the turns'.
+backward, and steps. Paceline makes its steps as the model stands, and as a graph (compile=graph). All take turns; a
+ratio is the median of the turns'.
 """
 
 import argparse
@@ -80,9 +81,9 @@ def plain_us(program: Program, steps: int) -> float:
         torch.set_num_threads(before)
 
 
-def paceline_us(engine: Engine, program: Program, steps: int) -> float:
+def paceline_us(engine: Engine, program: Program, steps: int, compile: str) -> float:
     """Microseconds of a step of a long run that a short one has not made; nothing is scored while they train."""
-    strategy, every = "replicas=1 threads=1", 10 * (steps + WARM_UP)
+    strategy, every = f"replicas=1 threads=1 compile={compile}", 10 * (steps + WARM_UP)
     settings: dict[str, Any] = {"engine": engine, "evaluate_every": every, "progress": False}
     short, long = (
         train(program, strategy, steps=count, **settings).summary["seconds"] for count in (WARM_UP, steps + WARM_UP)
@@ -96,22 +97,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--compile", nargs="+", choices=("false", "graph"), default=["false", "graph"])
     parser.add_argument("--pairs", type=int, default=9, help="turns of each side (%(default)s)")
     parser.add_argument("--steps", type=int, default=2000, help="of a turn (%(default)s)")
     said = parser.parse_args(arguments)
-    print("| model | optimizer | engine | plain, µs | Paceline, µs | ratio |\n|---|---|---|---|---|---|", flush=True)
+    print("| model | optimizer | engine | compile | plain, µs | Paceline, µs | ratio |\n|---|---|---|---|---|---|---|")
     for name in said.engines:
         with ENGINES[name]() as engine:
             for model in said.models:
                 for optimizer in said.optimizers:
                     program = program_of(model, optimizer)
                     turns = [
-                        (plain_us(program, said.steps), paceline_us(engine, program, said.steps))
+                        (
+                            plain_us(program, said.steps),
+                            *(paceline_us(engine, program, said.steps, c) for c in said.compile),
+                        )
                         for _ in range(said.pairs)
                     ]
-                    plain, ours = (median(side) for side in zip(*turns, strict=True))
-                    ratio = median(mine / theirs for theirs, mine in turns)
-                    print(f"| {model} | {optimizer} | {name} | {plain:.0f} | {ours:.0f} | {ratio:.3f} |", flush=True)
+                    plain, *sides = zip(*turns, strict=True)
+                    for compile, ours in zip(said.compile, sides, strict=True):
+                        ratio = median(mine / theirs for mine, theirs in zip(ours, plain, strict=True))
+                        what = f"| {model} | {optimizer} | {name} | {compile} "
+                        print(f"{what}| {median(plain):.0f} | {median(ours):.0f} | {ratio:.3f} |", flush=True)
 
 
 if __name__ == "__main__":

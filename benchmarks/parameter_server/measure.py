@@ -35,12 +35,18 @@ DESIGNS = ("separate", "merged")
 Options = argparse.Namespace
 
 
-def paceline(engine: Engine, program: Program, workers: int, aggregation: str, seconds: float) -> Figures:
+GRAPH = "Paceline, compile=graph"
+"""Where a step is one list of operators."""
+
+
+def paceline(
+    engine: Engine, program: Program, workers: int, aggregation: str, seconds: float, *, graph: bool = False
+) -> Figures:
     """Gradients a second of a run, after a second to warm up; under these aggregations each is an update."""
-    strategy = f"replicas={workers} threads=1 aggregation={aggregation}"
+    strategy = f"replicas={workers} threads=1 aggregation={aggregation}{' compile=graph' if graph else ''}"
     run = train(program, strategy, engine=engine, seconds=seconds + WARM_UP_S, evaluate_every=WARM_UP_S, progress=False)
     warm, last = run.history[1], run.history[-1]
-    return {OURS: (last.gradients - warm.gradients) / (last.time_s - warm.time_s)}
+    return {GRAPH if graph else OURS: (last.gradients - warm.gradients) / (last.time_s - warm.time_s)}
 
 
 def trivial(options: Options) -> None:
@@ -115,17 +121,20 @@ def cnn(options: Options) -> None:
 def computing(options: Options) -> None:
     """Updates a second of 8 workers that run a model forward and backward, beside Ray actors that compute nothing."""
     workers, parameters = 8, 22_000
-    columns = "Paceline, forward and backward", "Ray, separate, nothing", "Ray, merged, nothing"
-    head(f"updates/s, {_how(options)}", *columns, "ratio", "÷ merged")
+    columns = "Paceline, forward and backward", GRAPH, "Ray, separate, nothing", "Ray, merged, nothing"
+    head(f"updates/s, {_how(options)}", *columns, "ratio", "÷ merged", "graph ratio")
     case = {"workers": workers, "parameters": parameters, "optimizer": "sgd", "seconds": options.seconds}
     with LocalEngine() as engine:
         program = programs.trivial(parameters, "sgd")
         rounds = alternate(
             options.pairs,
             functools.partial(paceline, engine, program, workers, "asynchronous", options.seconds),
+            functools.partial(paceline, engine, program, workers, "asynchronous", options.seconds, graph=True),
             functools.partial(take, "ray_server:trivial", **case),
         )
-    row(*(middle(rounds, side) for side in (OURS, *DESIGNS)), *(ratio(rounds, design) for design in DESIGNS))
+    ratios = [ratio(rounds, design) for design in DESIGNS]
+    sides = OURS, GRAPH, *DESIGNS
+    row(*(middle(rounds, side) for side in sides), *ratios, ratio(rounds, DESIGNS[0], ours=GRAPH))
 
 
 def hogwild(options: Options) -> None:

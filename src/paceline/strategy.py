@@ -21,7 +21,8 @@ Recompute: TypeAlias = Literal["none", "boundaries", "all"]
 # Samples from which a pipeline takes running statistics.
 BatchNorm: TypeAlias = Literal["micro-batch", "mini-batch"]
 
-# Device of every worker.
+# Of ``compile=``: one list of operators instead of what torch.compile makes.
+GRAPH = "graph"
 
 Value = TypeVar("Value")
 Given = TypeVar("Given")
@@ -97,7 +98,8 @@ class Strategy:
         pull_ahead: whether a replica computes on with the A that it has while its Δ is sent and the next A comes; so
             each Δ is of an A that is one exchange older.
         compile: whether forward and backward of each worker's part of the model are compiled by torch.compile, and
-            compared with the part itself before it trains.
+            compared with the part itself before it trains; ``"graph"``: forward, loss and backward of a whole model
+            run as one list of operators, without Python and without a compiler.
 
     Raises:
         InputError: a value that its field can't have.
@@ -130,7 +132,7 @@ class Strategy:
     servers: int | None = None
     standby: int = 0
     pull_ahead: bool = False
-    compile: bool = False
+    compile: bool | Literal["graph"] = False
     least_replicas: int | None = None
 
     def __post_init__(self) -> None:
@@ -159,8 +161,10 @@ class Strategy:
         # One text for each value, so that strategies that mean the same compare equal.
         for name, canonical in _CANONICAL.items():
             object.__setattr__(self, name, canonical(getattr(self, name)))
-        for name in ("shard_parameters", "pull_ahead", "compile"):
+        for name in ("shard_parameters", "pull_ahead"):
             check_bool(name, getattr(self, name))
+        if self.compile not in (True, False, GRAPH):
+            raise InputError(f"compile={self.compile}, but it must be true, false or graph; write compile=graph.")
         if not (isinstance(self.device, str) and self.device.isidentifier()):
             raise InputError(
                 f"device={self.device!r} is no type of device; write device=cpu, device=cuda or device=auto."

@@ -66,7 +66,7 @@ def test_the_worst_of_all_models_counts_of_single_samples(load: Load) -> None:
     ("name", "text", "value"),
     [
         ("hogwild", "| workers | Paceline | ratio |\n|---|---|---|\n| 2 | 9 | 1.10 |\n| 8 | 9 | 2 |", 1.1),
-        ("asynchronous", "| Paceline | Ray | ratio |\n|---|---|---|\n| 900 | 100 | 9.00 |", 9.0),
+        ("asynchronous", "| Ray | ratio | graph ratio |\n|---|---|---|\n| 100 | 9.00 | 12.00 |", 9.0),
         ("plans", "| model | CPU seconds | plan |\n|---|---|---|\n| t5-2 | 0.08 (0.07 to 0.1) | x |", 0.08),
         (
             "first-step",
@@ -79,8 +79,11 @@ def test_the_worst_of_all_models_counts_of_single_samples(load: Load) -> None:
 def test_figures_are_those_of_the_tables_that_the_benchmarks_print(
     load: Load, name: str, text: str, value: float
 ) -> None:
-    [figure] = load("limits").LIMITS[name].figures(list(load("measure").printed(text)))
+    figure, *others = load("limits").LIMITS[name].figures(list(load("measure").printed(text)))
     assert figure.value == value
+    assert [(each.label, each.value) for each in others] == (
+        [("compile=graph", 12.0)] if name == "asynchronous" else []
+    )
 
 
 def test_a_row_is_measured_once_and_told_on_the_page(

@@ -305,6 +305,9 @@ OVERLAPPED: dict[str, Case] = {
 }
 """Also trained with Δ sent in buckets during the backward pass."""
 
+GRAPHS = ("momentum", "clipping", "tied", "frozen", "two dtypes", "accumulated", "accumulated masks", "autocast")
+"""Of these, those whose steps are run as graphs as well."""
+
 UNDIVIDED = ("skipped", "sharded momentum", "bf16", "batchnorm of rows")
 """Where Δ is sent after it, however small buckets are."""
 

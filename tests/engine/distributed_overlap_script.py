@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from paceline import launch, train
 from paceline.engine.distributed import overlap
 from tests.engine import programs
-from tests.engine.distributed_cases import CASES, OVERLAPPED, UNDIVIDED, attempt, keep, program, told
+from tests.engine.distributed_cases import CASES, GRAPHS, OVERLAPPED, UNDIVIDED, attempt, keep, program, told
 
 folder, rank, ranks = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to all when one has died, and files are to be written
@@ -93,6 +94,9 @@ for name, case in OVERLAPPED.items():
 for name in UNDIVIDED:
     keep(folder, name, told(CASES[name].run(ranks, "distributed:gloo")))
 keep(folder, "shm", told(train(program(), f"replicas={ranks}", steps=2, engine="distributed:shm", progress=False)))
+for name in GRAPHS:
+    graph = replace(OVERLAPPED[name], strategy=f"{OVERLAPPED[name].strategy} compile=graph")
+    keep(folder, f"{name}, graph", told(graph.run(ranks, "distributed:gloo")))
 overlap.APART_BYTES = 1  # each parameter is large
 for name in [*OVERLAPPED][::2]:
     keep(folder, f"{name}, apart", told(OVERLAPPED[name].run(ranks, "distributed:shm")))

@@ -10,7 +10,17 @@ import pytest
 
 from paceline.engine.distributed import overlap
 from tests import oracle
-from tests.engine.distributed_cases import ACCUMULATED, ONE_PROCESS, OVERLAPPED, STEPS, UNDIVIDED, ended, told, torchrun
+from tests.engine.distributed_cases import (
+    ACCUMULATED,
+    GRAPHS,
+    ONE_PROCESS,
+    OVERLAPPED,
+    STEPS,
+    UNDIVIDED,
+    ended,
+    told,
+    torchrun,
+)
 from tests.engine.distributed_cases import kept as kept_by_all
 from tests.engine.test_distributed_parity import BOUNDS, COUNTS, ROUNDING, assert_equal, assert_same
 
@@ -42,10 +52,15 @@ def found(started: tuple[int, Path], name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "how"), [*((name, "") for name in OVERLAPPED), *((name, ", apart") for name in [*OVERLAPPED][::2])]
+    ("name", "how"),
+    [
+        *((name, "") for name in OVERLAPPED),
+        *((name, ", apart") for name in [*OVERLAPPED][::2]),
+        *((name, ", graph") for name in GRAPHS),
+    ],
 )
 def test_it_changes_nothing(started: tuple[int, Path], name: str, how: str) -> None:
-    """Nor does it where large gradients are summed from where autograd has left them."""
+    """Nor does it where large gradients are summed from where autograd has left them, or where steps are graphs."""
     overlapped, whole = found(started, f"{name}{how}"), found(started, f"{name}, whole")
     assert overlapped["summary"]["notes"]["buckets"] > 1
     assert whole["summary"]["notes"]["buckets"] == 0

@@ -85,12 +85,13 @@ def test_the_best_is_run_compiled_in_the_same_turns(
 ) -> None:
     machine = Machine(compiled)
     one, other = of_kind("replicas"), of_kind("alone")
-    *found, last = verify(machine, [one, other], program(), progress=False)
-    first, second, third = str(one.strategy), str(other.strategy), f"{one.strategy} compile=true"
-    assert machine.ran == [third, *(first, second, third), *(third, second, first), *(first, second, third)]
+    *found, whole, graph = verify(machine, [one, other], program(), progress=False)
+    third, fourth = f"{one.strategy} compile=true", f"{one.strategy} compile=graph"
+    turn = [str(one.strategy), str(other.strategy), third, fourth]
+    assert machine.ran == [third, fourth, *turn, *turn[::-1], *turn]
     assert [each.plan for each in found] == [one, other]
-    assert last.plain == found[0]
-    assert said in str(last)
+    assert whole.plain == graph.plain == found[0]
+    assert said in str(whole)
     for budget, tried in ((WORTH_TRYING_S, True), (WORTH_TRYING_S - 1, False)):
         chosen = compiled_if_it_pays(machine, one, program(), TrainOptions(seconds=budget), False)
         assert (str(chosen.plan.strategy) if chosen else None) == (third if tried and compiled < 0.9 else None)
@@ -103,7 +104,9 @@ def test_where_it_cannot_be_compiled_that_is_said(monkeypatch: pytest.MonkeyPatc
         return Ran(0.001)
 
     (found,) = verify(train, [of_kind("replicas")], program(), progress=False)
-    assert str(found).endswith("; compile=true can't be run: there is no compiler")
+    assert str(found).endswith(
+        "; compile=true can't be run: there is no compiler; compile=graph can't be run: there is no compiler"
+    )
     assert compiled_if_it_pays(train, of_kind("replicas"), program(), TrainOptions(seconds=1e6), False) is None
 
 

@@ -2,14 +2,14 @@
 
 ::
 
-    round 0    plan 1 | plan 2 | plan 1, compiled        a disturbance of the machine affects all plans alike
-    round 1    plan 1, compiled | plan 2 | plan 1
+    round 0    plan 1 | plan 2 | plan 1, compiled | plan 1, graph        a disturbance of the machine affects all alike
+    round 1    plan 1, graph | plan 1, compiled | plan 2 | plan 1
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TypeAlias, cast
+from typing import Literal, TypeAlias, cast
 
 from paceline.core.errors import InputError
 from paceline.core.types import Seconds
@@ -29,7 +29,7 @@ RUN_S: Seconds = 2.0
 
 LEAST_STEPS, MOST_STEPS = 8, 400
 
-# Compiled / plain seconds of a step up to which compile=true is chosen: a smaller gain is less than runs differ by.
+# Compiled / plain seconds of a step up to which compile= is chosen: a smaller gain is less than runs differ by.
 PAYS = 0.95
 
 # Expected seconds of a run from which the choice measures that: to compile and to run in turns takes a minute or two.
@@ -87,7 +87,7 @@ class Verified:
 
 
 def verify(train: Train, plans: Sequence[Plan], program: Program, *, progress: bool | None = None) -> list[Verified]:
-    """Run plans in turns, and the best of them compiled as well.
+    """Run plans in turns, and the best of them compiled as well, and as a graph of operators where it can be one.
 
     Args:
         train: :func:`paceline.train`, which chooses strategies by what is measured here.
@@ -96,7 +96,8 @@ def verify(train: Train, plans: Sequence[Plan], program: Program, *, progress: b
         progress: show progress; None: if stderr is a terminal.
 
     Returns:
-        The plans in their order, then the compiled one, unless it can't be run; why not is a note of the first.
+        The plans in their order, then the best one as each value of ``compile`` has it that can be run; why others
+        can't is a note of the first.
 
     Raises:
         KeyboardInterrupt: Ctrl-C.
@@ -105,14 +106,19 @@ def verify(train: Train, plans: Sequence[Plan], program: Program, *, progress: b
         return []
     best = plans[0]
     assert best.strategy is not None, "a plan that is not supported can't be run"
-    compiled = replace(best, strategy=replace(best.strategy, compile=True))
-    try:
-        run_in_turns(train, [compiled], program, rounds=1, progress=progress)  # what torch keeps is there from then on
-    except InputError as error:
-        first, *others = run_in_turns(train, plans, program, progress=progress)
-        return [replace(first, note=f"compile=true can't be run: {error}"), *others]
-    *found, last = run_in_turns(train, [*plans, compiled], program, progress=progress)
-    return [*found, replace(last, plain=found[0])]
+    others, notes = list[Plan](), list[str]()
+    values: tuple[bool | Literal["graph"], ...] = (True,) if best.strategy.spread else (True, "graph")
+    for value in values:
+        compiled = replace(best, strategy=replace(best.strategy, compile=value))
+        try:
+            run_in_turns(train, [compiled], program, rounds=1, progress=progress)  # what torch keeps is there then
+        except InputError as error:
+            notes.append(f"compile={str(value).lower()} can't be run: {error}")
+        else:
+            others.append(compiled)
+    found = run_in_turns(train, [*plans, *others], program, progress=progress)
+    first, count = replace(found[0], note="; ".join(notes)), len(plans)
+    return [first, *found[1:count], *(replace(each, plain=first) for each in found[count:])]
 
 
 def compiled_if_it_pays(
@@ -121,8 +127,9 @@ def compiled_if_it_pays(
     """Return what was measured of a plan that is to be compiled; None: it is not, or the run is too short to try."""
     if (seconds := expected_s(plan, program, options)) is None or seconds < WORTH_TRYING_S:
         return None
-    last = verify(train, [plan], program, progress=progress)[-1]
-    return last if last.pays else None
+    _, *compiled = verify(train, [plan], program, progress=progress)
+    quickest = min(compiled, key=lambda each: each.step_s, default=None)
+    return quickest if quickest is not None and quickest.pays else None
 
 
 def expected_s(plan: Plan, program: Program, options: TrainOptions) -> Seconds | None:

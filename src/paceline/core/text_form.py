@@ -135,6 +135,7 @@ def parse_option(name: str, hint: Any, text: str) -> Any:
         return parse_value(family, text[1:-1] if text.startswith("(") and text.endswith(")") else text)
     choices = [choice for a in members if get_origin(a) is Literal for choice in get_args(a)]
     if choices:
+        choices += ["true", "false"] if bool in members else []
         raise unknown(name, text, choices)
     expected = " or ".join(word for a in members if a in _OPTION_TYPES and (word := _OPTION_TYPES[a][1]))
     raise InputError(f"{name}={text}, but it must be {expected or 'said in Python'}; write {name}=<{expected}>.")

@@ -244,7 +244,7 @@ def _refuse(context: RunContext) -> None:
     strategy = context.job.strategy
     for name, given, instead in (
         (f"accumulate={strategy.accumulate}", strategy.accumulate > 1, "call backward() several times before step()"),
-        ("compile=true", strategy.compile, "compile worker.model"),
+        (f"compile={str(strategy.compile).lower()}", bool(strategy.compile), "compile worker.model"),
         ("pull_ahead=true", strategy.pull_ahead, "leave it out"),
         ("shard_optimizer=true", bool(strategy.shard_optimizer), "leave it out"),
         ("noise_scale=True", context.job.noise_scale, "leave it out"),

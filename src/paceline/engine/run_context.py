@@ -30,7 +30,8 @@ from paceline.replica.flat_state import FlatLayout, FlatState, read
 from paceline.replica.local_sgd import LocalSGD, WritesInPlace
 from paceline.replica.own_parameters import Exchange
 from paceline.replica.single import NO_RECORDER, Autograd, Single, step_seed
-from paceline.strategy import Strategy
+from paceline.replica.step_graph import StepGraphs
+from paceline.strategy import GRAPH, Strategy
 from paceline.trace.recorder import AnyRecorder
 
 
@@ -77,7 +78,7 @@ class RunContext:
         """Whether replicas take their batches in the order in which they took them before the run was resumed."""
         self.own_steps = False
         """Whether a loop of this process computes gradients itself, with an optimizer whose options count."""
-        self._compiled: CompiledLoss | None = None
+        self._compiled: CompiledLoss | StepGraphs | None = None
         self._batches_before = 0
         """Batches that were dealt out in portions, or steps of replicas, before the run was resumed."""
         self.epochs_before = 0.0
@@ -195,10 +196,15 @@ class RunContext:
             late: see :attr:`reads_late`.
         """
         autograd = Autograd(self.job.program, module, layout, replica, device or self.device(replica), recorder)
-        if self.job.strategy.compile:
+        if compile := self.job.strategy.compile:
             # In virtual time all replicas train one module.
-            self._compiled = self._compiled or autograd.compile(first_batch(self.job), self._batch_sizes(replica))
-            autograd.compiled = self._compiled
+            if self._compiled is None:
+                made = autograd.trace if compile == GRAPH else autograd.compile
+                self._compiled = made(first_batch(self.job), self._batch_sizes(replica))
+            if isinstance(self._compiled, StepGraphs):
+                autograd.graphs = self._compiled
+            else:
+                autograd.compiled = self._compiled
         if isinstance(self.delta, InPlace):
             return WritesInPlace(self.job.program, autograd)
         if isinstance(self.delta, (Gradient, Accumulated)):

@@ -30,7 +30,7 @@ from paceline.replica.base import Batch
 from paceline.replica.capture.difference import reordered_ulps
 from paceline.replica.capture.input_spec import Shapes, batch_size, shapes_of
 from paceline.replica.capture.verify import ModelError, Reasons, check
-from paceline.replica.module_utils import TensorPart, WithLoss, tensors_of
+from paceline.replica.module_utils import TensorPart, WithLoss, preserve_state, tensors_of
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -135,7 +135,8 @@ class CompiledLoss:
     """
 
     def __init__(self, program: Program, module: nn.Module, device: torch.device) -> None:
-        self._program, self._device, self._whole = program, device, WithLoss(program, module)
+        self._program, self._module, self._device = program, module, device
+        self._whole = WithLoss(program, module)
         calls = [*module.modules(), program.loss]
         self._compilation = CheckedCompilation(self._whole.forward, "forward and loss", calls)
         self.function, self._compared = self._compilation.function, set[Shapes]()
@@ -151,7 +152,7 @@ class CompiledLoss:
             InputError: as :meth:`CheckedCompilation.check`.
         """
         inputs = tuple(on_device(tree, self._device) for tree in (batch.input, batch.target))
-        with self._program.autocast(str(self._device)):
+        with preserve_state(self._module), self._program.autocast(str(self._device)):
             self._compilation.check(self._whole, inputs, samples=samples, through=self._call)
 
     def check_new(self, batch: Batch) -> None:

@@ -97,6 +97,8 @@ class WithLoss(nn.Module):
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self.training = model.training
+        # Tensors that are plain attributes of the model, which a comparison restores.
+        vars(self).update((name, value) for name, value in vars(model).items() if isinstance(value, Tensor))
 
     def forward(self, inputs: Tree, target: Tree) -> Tensor:
         """Return the loss, one number."""

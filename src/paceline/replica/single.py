@@ -25,6 +25,7 @@ from paceline.replica.compilation import CompiledLoss
 from paceline.replica.flat_state import FlatLayout, FlatState, finite, read
 from paceline.replica.late_figures import LateFigures, largest, zero_nonfinite
 from paceline.replica.noise_estimator import MicroNorms
+from paceline.replica.step_graph import StepGraphs
 from paceline.trace.recorder import AnyRecorder, NullRecorder
 
 NO_RECORDER = NullRecorder()
@@ -92,6 +93,8 @@ class Autograd:
         """Δ, where backward passes add gradients up; None: they are tensors of their own until it is written."""
         self.compiled: CompiledLoss | None = None
         """Forward and loss, compiled; None: the module runs as it is."""
+        self.graphs: StepGraphs | None = None
+        """Forward, loss and backward as graphs, for those batches that have one."""
         self.own: OwnGradients | None = None
         """What an own loop has computed on this module; None: micro-steps compute their gradients."""
 
@@ -112,11 +115,25 @@ class Autograd:
         Raises:
             InputError: as :meth:`~paceline.replica.compilation.CheckedCompilation.check`.
         """
-        # Strides of parameters are part of what is compiled, and in A they are those of flat vectors.
-        self.bind(read(self.module, self.layout.new(device=self.device)))
+        self._bind_any()
         compiled = CompiledLoss(self._program, self.module, self.device)
         compiled.check(batch, samples)
         return compiled
+
+    def trace(self, batch: Batch, samples: Sequence[int]) -> StepGraphs:
+        """Return forward, loss and backward as graphs, checked, for :attr:`graphs`; as :meth:`compile` otherwise.
+
+        Raises:
+            InputError: as :meth:`~paceline.replica.step_graph.StepGraphs.check`.
+        """
+        self._bind_any()
+        graphs = StepGraphs(self._program, self.module, self.device)
+        graphs.check(batch, samples)
+        return graphs
+
+    def _bind_any(self) -> None:
+        """Bind the module to a state as it will train with: strides are part of what is compiled."""
+        self.bind(read(self.module, self.layout.new(device=self.device)))
 
     def check_new(self, batch: Batch) -> None:
         """Compare what is compiled with the module, if this batch is the first of its shapes; gradients stay.
@@ -124,8 +141,9 @@ class Autograd:
         Raises:
             InputError: they differ.
         """
-        if self.compiled is not None:
-            self.compiled.check_new(batch)
+        for compared in (self.compiled, self.graphs):
+            if compared is not None:
+                compared.check_new(batch)
 
     def bind(self, state: FlatState) -> None:
         """Let the module's parameters be ``state``'s, and its buffers copies of them."""
@@ -160,9 +178,12 @@ class Autograd:
 
     def differentiate(self, batch: Batch, clock: Clock, weight: float = 1.0) -> tuple[Tensor, Nanoseconds]:
         """As :meth:`backward`, but return the mean loss where it is computed, and when the forward pass ended."""
-        self.check_new(batch)
+        if self.compiled is not None:
+            self.compiled.check_new(batch)
         seed(step_seed(self._program.seed, self._replica, clock), self.device)
         inputs, targets = (on_device(x, self.device) for x in (batch.input, batch.target))
+        if self.graphs is not None and (mean := self.graphs.differentiate(inputs, targets, weight)) is not None:
+            return mean, time.monotonic_ns()  # all of it counts as forward
         with self._program.autocast(str(self.device)) if self._autocasts else nullcontext():
             loss: Tensor
             if self.compiled is not None:

@@ -92,7 +92,7 @@ class Case:
     servers: int | None = None
     standby: int = 0
     pull_ahead: bool = False
-    compile: bool = False
+    compile: bool | Literal["graph"] = False
     elastic: bool = False
     partition: str = "global"
     shard_rules: bool = False

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from paceline.core.delta import Change, Distance, Gradient
+from paceline.strategy import GRAPH
 from paceline.support.case import Case
 from paceline.support.row import Row, in_place, real, used
 
@@ -37,7 +38,7 @@ def _own_steps(field: str, what: str) -> Row:
 
 def _compiled_stages(c: Case) -> bool:
     """Return True if stages are compiled: in virtual time there are none, and the model is compiled whole."""
-    return c.compile and c.pipelined and real(c)
+    return bool(c.compile) and c.pipelined and real(c)
 
 
 def _in_turns(c: Case) -> bool:
@@ -218,14 +219,19 @@ FEATURE_ROWS: tuple[Row, ...] = (
     ),
     # ----------------------------------------- compiled parts: what has to happen between two of their operators
     Row(
-        lambda c: c.compile and c.shard_parameters,
-        "compile=True compiles forward and backward whole, but under shard_parameters=True each layer's parameters are "
-        "gathered as it is called; leave one of them out",
+        lambda c: c.compile == GRAPH and real(c) and (c.pipelined or c.shards > 1),
+        "compile=graph makes one graph of forward, loss and backward, but a replica of several workers exchanges "
+        "activations within them; write compile=true, which compiles each worker's part, or replicas={s.workers}",
+    ),
+    Row(
+        lambda c: bool(c.compile) and c.shard_parameters,
+        "compile={s.compile} makes one piece of forward and backward, but under shard_parameters=True each layer's "
+        "parameters are gathered as it is called; leave one of them out",
     ),
     Row(
         lambda c: _compiled_stages(c) and not c.flushes,
-        "compile=True lets backward read what torch.compile has kept of the weights, but under schedule={s.schedule} "
-        "these move between forward and backward; write schedule=1f1b, or leave compile out",
+        "compile={s.compile} lets backward read what torch.compile has kept of the weights, but under schedule="
+        "{s.schedule} these move between forward and backward; write schedule=1f1b, or leave compile out",
     ),
     Row(
         lambda c: _compiled_stages(c) and c.schedule is not None and c.schedule.splits_backward,

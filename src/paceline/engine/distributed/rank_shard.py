@@ -152,8 +152,8 @@ class WholeModelShard(RankShard):
                 )
             if strategy.compile:
                 raise InputError(
-                    "synchronised BatchNorm exchanges sums within forward and backward, which compile=True compiles "
-                    "whole; leave synchronised_batchnorm out, or write compile=false"
+                    "synchronised BatchNorm exchanges sums within forward and backward, of which compile="
+                    f"{strategy.compile} makes one piece; leave synchronised_batchnorm out, or write compile=false"
                 )
             summed = strategy.accumulate > 1 or policy.collective == "sum" or self.fsdp is not None
             self.batchnorm_group = BatchNormGroup(communicator, world.rank, summed)

@@ -119,17 +119,21 @@ def export_graph(module: nn.Module, inputs: Tree, others: Sequence[Tree] | None 
 
 def export_error(module: nn.Module, error: BaseException) -> InputError:
     """Return the error for a model that torch.export gave up on, with the line of the model where it did."""
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return InputError(
+        f"{type(module).__name__} can't be captured as a graph: torch.export stopped{failing_line(error)}: "
+        f"{type(error).__name__}: {reason}; change that line, or {WAYS_OUT}"
+    )
+
+
+def failing_line(error: BaseException) -> str:
+    """Return the user's line that an error comes from, in words that follow what has happened; empty: there is none."""
     frames: list[FrameSummary] = []
     cause: BaseException | None = error
     while cause is not None:  # the outermost first
         frames += [frame for frame in traceback.extract_tb(cause.__traceback__) if is_user_file(frame.filename)]
         cause = cause.__cause__ or cause.__context__
-    where = f" at {frames[-1].filename}:{frames[-1].lineno}, `{frames[-1].line}`" if frames else ""
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return InputError(
-        f"{type(module).__name__} can't be captured as a graph: torch.export stopped{where}: "
-        f"{type(error).__name__}: {reason}; change that line, or {WAYS_OUT}"
-    )
+    return f" at {frames[-1].filename}:{frames[-1].lineno}, `{frames[-1].line}`" if frames else ""
 
 
 def is_user_file(filename: str) -> bool:

@@ -314,9 +314,11 @@ def _gradients(
         if leaf.grad is not None:  # a Function may return none
             kept[name], leaf.grad = keep(name, leaf.grad.to_dense()), None
 
-    # Random, so that errors don't cancel in a sum.
+    # Random, so that errors don't cancel in a sum, which a single number is not.
     generator = torch.Generator().manual_seed(_SEED)
     projection = [torch.randn(t.shape, generator=generator, dtype=t.dtype).to(t.device) for t in outputs]
+    if len(outputs) == 1 and outputs[0].numel() == 1:
+        projection = [torch.ones_like(outputs[0])]
     before = {name: leaf.grad for name, leaf in sources.items()}
     hooks = [leaf.register_post_accumulate_grad_hook(partial(hook, name)) for name, leaf in sources.items()]  # type: ignore[no-untyped-call]
     try:
