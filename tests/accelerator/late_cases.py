@@ -80,6 +80,17 @@ def difference(program: str, strategy: str, engine: str, kind: str) -> float:
     return max(found)
 
 
+def noise_difference(strategy: str, engine: str, kind: str) -> float:
+    """Return how far the gradient noise scale on the accelerator is from the CPU's, relative to that."""
+    inputs, targets = small.data()
+    program = replace(PROGRAMS["momentum"], train=(inputs, torch.zeros_like(targets)))  # one class: more signal
+    one, other = (
+        run(program, strategy, engine, each, noise_scale=True).summary["noise_scale_mean"] for each in ("cpu", kind)
+    )
+    assert one > 0
+    return abs(float(other / one) - 1.0)
+
+
 def waits(program: str, strategy: str, engine: str, kind: str, **settings: Any) -> list[int]:
     """Return how often the host waited for all that the device had been given, in each step but the first ones.
 
@@ -147,6 +158,9 @@ def outcomes(
     found = {f"{name} {strategy}".strip(): difference(name, strategy, engine, kind) for name, strategy in cases}
     for name, strategy in cases:
         assert not any(waits(name, strategy, engine, kind)), (name, strategy)
+    for strategy in [each for each in strategies if "aggregation" not in each]:
+        found[f"momentum {strategy}, noise"] = noise_difference(strategy, engine, kind)
+        assert not any(waits("momentum", strategy, engine, kind, noise_scale=True)), strategy
     if kind == SIMULATED:  # and where the host has to know at once, it is counted
         assert all(waits("momentum", strategies[0], engine, kind, on_nonfinite="skip"))
     for strategy in strategies:

@@ -94,16 +94,22 @@ def test_no_step_waits_for_the_device(
 ) -> None:
     cases, words = "tests.accelerator.late_cases:alone", {"engine": which, "kind": target.kind, "folder": str(tmp_path)}
     outcomes = running.run(session_fork_server, cases, device=target.module, **words)
+    assert_near(outcomes, target)
+
+
+def assert_near(outcomes: Mapping[str, float], target: Target) -> None:
+    """Raise AssertionError unless each run is as near to the CPU's as it has to be."""
     for name, difference in outcomes.items():
-        assert difference <= target.bound(name.partition(" ")[0]), (name, difference)
+        # Of buckets the squares of parameters are added up in another order.
+        bound = ROUNDING if "noise" in name and target.simulated else target.bound(name.partition(" ")[0])
+        assert difference <= bound, (name, difference)
 
 
 def test_no_step_of_two_ranks_waits_for_the_device(play: ranks.Play, tmp_path: Path, target: Target) -> None:
     script = SCRIPT.with_name("late_script.py")
     play(script, *words_of(target, OWN, 2), size=2, folder=tmp_path)
     for outcomes in kept(tmp_path, "late", 2):
-        for name, difference in outcomes.items():
-            assert difference <= target.bound(name.partition(" ")[0]), (name, difference)
+        assert_near(outcomes, target)
 
 
 def test_worker_processes(session_fork_server: ForkServer, target: Target) -> None:

@@ -171,7 +171,7 @@ class RunContext:
         what is in a Δ, or who discards what is not finite and goes on; and times are those of the device, if traced.
         """
         job, asked = self.job, bool(self.needs - {"server"})
-        asked |= job.loop is not None or job.noise_scale or job.trace or job.on_nonfinite == "skip"
+        asked |= job.loop is not None or job.trace or job.on_nonfinite == "skip"
         plain = isinstance(self.delta, (Gradient, Accumulated)) and not job.strategy.spread
         return plain and not asked and not job.survives_deaths and job.strategy.device != CPU.type
 

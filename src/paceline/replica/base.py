@@ -104,11 +104,11 @@ class MicroStepNorms(NamedTuple):
     """The norms of the gradients of a Δ's micro-steps, of n_k samples each and n together.
 
     Args:
-        square: Σ n_k/n · |g_k|².
+        square: Σ n_k/n · |g_k|²; a tensor of one element where a device has computed it.
         pieces: micro-steps that had samples.
     """
 
-    square: float
+    square: float | Tensor
     pieces: int
 
 

@@ -4,7 +4,7 @@ Norms are those of gradients as they are, or as Adam preconditions them. The for
 :mod:`paceline.core.noise_scale`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from paceline.checkpoint.base import TensorChunk
 from paceline.checkpoint.reader import Checkpoint
-from paceline.core.noise_scale import NoiseAccumulator, Part, differenced, observation
+from paceline.core.noise_scale import NoiseAccumulator, Observation, Part, differenced, observation
 from paceline.core.types import Version
+from paceline.device import CPU, Reading
 from paceline.replica.base import MicroStepNorms
 from paceline.replica.flat_optimizer import FlatOptimizer
 from paceline.replica.flat_state import FlatLayout, FlatState
@@ -26,6 +27,9 @@ WARM_STEPS = 5
 # whose relative error in float32 is 3.6e-4 at 10^7 elements, where that of this is 1e-9 (torch 2.13 on a CPU).
 ROW = 1024
 
+# A number of the host's, or a tensor of one element that a device computes.
+Number: TypeAlias = float | Tensor
+
 # Names of the Δ that is kept begin so.
 _KEPT = "delta/kept/"
 
@@ -33,21 +37,47 @@ _KEPT = "delta/kept/"
 Scales: TypeAlias = Sequence[Tensor]
 
 
-def square(vectors: Iterable[Tensor], scales: Scales | None = None) -> float:
+def square(vectors: Iterable[Tensor], scales: Scales | None = None) -> Number:
     """Return the square of the Euclidean norm over all vectors, each element divided by its scale if there are scales.
+
+    Of vectors on a device it is a tensor there, float64, for which the host does not wait.
 
     >>> square([torch.tensor([3.0, 4.0])]), square([torch.tensor([6.0, 2.0])], [torch.tensor([2.0, 0.5])])
     (25.0, 25.0)
     """
-    total, norm = 0.0, torch.linalg.vector_norm
+    total: Number = 0.0
+    norm = torch.linalg.vector_norm
     for vector in vectors if scales is None else (v / s for v, s in zip(vectors, scales, strict=True)):
         # In float32 at least: half precision would round away the differences that the noise scale is made of.
         flat, dtype = vector.reshape(-1), torch.promote_types(vector.dtype, torch.float32)
         body = len(flat) // ROW * ROW
         rows = norm(flat[:body].view(-1, ROW), dim=1, dtype=dtype) if body else flat[:0]
-        parts = [float(norm(part, dtype=d)) for part, d in ((rows, torch.float64), (flat[body:], dtype)) if len(part)]
-        total += sum(length * length for length in parts)  # a product may be infinite, a power raises
+        parts = [norm(part, dtype=d) for part, d in ((rows, torch.float64), (flat[body:], dtype)) if len(part)]
+        for part in parts:
+            length = float(part) if part.device == CPU else part.double()
+            total += length * length  # a product may be infinite, a power raises
     return total
+
+
+class LateNumbers(NamedTuple):
+    """What follows from numbers that a device computes, and that are read later."""
+
+    numbers: Sequence[Number]
+    follows: Callable[[Sequence[float]], Any]
+    """Of the numbers as they are read."""
+    reading: Reading | None
+    """Of those that a device has; None: of none."""
+
+    @classmethod
+    def of(cls, numbers: Sequence[Number], follows: Callable[[Sequence[float]], Any]) -> "LateNumbers":
+        """Begin to copy to the host those numbers that are on a device."""
+        tensors = [number for number in numbers if isinstance(number, Tensor)]
+        return cls(numbers, follows, Reading(tensors) if tensors else None)
+
+    def read(self) -> Any:
+        """Return what follows; waits for the device, for what it was given up to these numbers."""
+        late = iter(self.reading.numbers() if self.reading is not None else ())
+        return self.follows([next(late) if isinstance(each, Tensor) else each for each in self.numbers])
 
 
 class Preconditioner:
@@ -93,7 +123,8 @@ class MicroNorms:
         """Begin a new Δ."""
         self.sums: list[Tensor] = []
         """Sums of the gradients that were added."""
-        self._squares, self._pieces, self._samples = 0.0, 0, 0
+        self._squares: Number = 0.0
+        self._pieces = self._samples = 0
 
     def add(self, gradients: list[Tensor], samples: int) -> None:
         """Add a micro-step's gradients.
@@ -141,16 +172,20 @@ class NoiseEstimator:
 
     Args:
         accumulator: takes the observations.
+        late: whether the norms of an update on a device are read when those of the next one are there.
     """
 
-    def __init__(self, accumulator: NoiseAccumulator) -> None:
-        self._accumulator = accumulator
+    def __init__(self, accumulator: NoiseAccumulator, *, late: bool = False) -> None:
+        self._accumulator, self._late = accumulator, late
+        self._unread: LateNumbers | None = None
+        """An observation that has been measured and not read."""
         self.preconditioner = Preconditioner(None)
         """That of the optimizer which steps on the observed Δs."""
         self._scales: Scales | None = None
         self._updates = 0
-        self._parts: list[tuple[Part, Version]] = []
-        self._square: float | None = None
+        self._parts: list[tuple[Part, Number, Version]] = []
+        """Parts of an update, whose squares stand beside them."""
+        self._square: Number | None = None
         self._kept: tuple[list[Tensor], Part, Version] | None = None
 
     def through(self, deltas: Iterable[ObservedDelta], count: int) -> Iterator[tuple[FlatState, float]]:
@@ -177,8 +212,9 @@ class NoiseEstimator:
         """End an update."""
         self._updates += 1
         if self._square is not None:
-            biased = len({version for _, version in self._parts}) > 1
-            self._accumulator.add(observation([part for part, _ in self._parts], self._square, biased=biased))
+            parts, squares, versions = zip(*self._parts, strict=True)
+            biased, numbers = len(set(versions)) > 1, (*squares, self._square)
+            self._add(numbers, lambda read: observation(_squared(parts, read), read[-1], biased=biased))
             self._kept = None
 
     def chunks(self, layout: FlatLayout) -> list[TensorChunk]:
@@ -205,21 +241,45 @@ class NoiseEstimator:
             checkpoint.read_into(whole_chunks(delta, _KEPT))
             self._kept = delta.parameters, Part(*part), version
 
+    def settle(self) -> None:
+        """Read what has been measured and not read."""
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            self._accumulator.add(unread.read())
+
+    def _add(self, numbers: Sequence[Number], follows: Callable[[Sequence[float]], Observation | None]) -> None:
+        """Add the observation that follows from these numbers once they are read."""
+        self.settle()
+        self._unread = LateNumbers.of(numbers, follows)
+        if not self._late:
+            self.settle()
+
     def _observe(self, seen: ObservedDelta, *, alone: bool) -> None:
         norm = square(seen.delta.parameters, self._scales)
         # Norms of micro-steps are not preconditioned.
         pieces = seen.micro if self.preconditioner.plain else None
-        part = Part(seen.samples, seen.weight, *(pieces or (norm, 1)))
-        self._parts.append((part, seen.version))
+        own, count = pieces or (norm, 1)
+        part = Part(seen.samples, seen.weight, 0.0, count)
+        self._parts.append((part, own, seen.version))
         if alone and part.pieces > 1:
-            self._accumulator.add(observation([part], norm * seen.weight**2))
+            weight = seen.weight**2
+            self._add((own, norm), lambda read: observation(_squared([part], read), read[1] * weight))
         elif alone and part.samples and self._kept is None:
             self._kept = [v.clone() for v in seen.delta.parameters], part, seen.version
         elif alone and part.samples:
             assert self._kept is not None
             (vectors, first, version), self._kept = self._kept, None
-            first = first._replace(square=square(vectors, self._scales))
             share = first.samples / (first.samples + part.samples)
             mean = [torch.lerp(new, old, share) for new, old in zip(seen.delta.parameters, vectors, strict=True)]
             biased = version != seen.version
-            self._accumulator.add(differenced(first, part, square(mean, self._scales), biased=biased))
+            self._add(
+                (square(vectors, self._scales), norm, square(mean, self._scales)),
+                lambda read: differenced(
+                    first._replace(square=read[0]), part._replace(square=read[1]), read[2], biased=biased
+                ),
+            )
+
+
+def _squared(parts: Sequence[Part], squares: Sequence[float]) -> list[Part]:
+    """Return parts with their squares."""
+    return [part._replace(square=number) for part, number in zip(parts, squares, strict=False)]

@@ -413,7 +413,8 @@ class Single(Replica):
                 figures = LateFigures(self._unread, delta)
                 if self._hooks is None:  # else it is done bucket by bucket
                     zero_nonfinite(delta)
-                return Measured(math.nan, self._samples, True, late=figures)
+                micro = self._norms.norms() if self._norms is not None else None
+                return Measured(math.nan, self._samples, True, micro, figures)
         loss = self._losses / self._samples
         micro = self._norms.norms() if self._norms is not None else None
         return Measured(loss, self._samples, finite(delta, self._autograd.checked_loss(loss)), micro)

@@ -18,8 +18,9 @@ from paceline.core.types import Clock, ReplicaId, Seconds, Version
 from paceline.engine.checkpointing import Checkpointer
 from paceline.engine.distributed.agreement import DivergenceCheck
 from paceline.engine.distributed.exchange import of_step
+from paceline.engine.distributed.norms import NO_NORM
 from paceline.engine.distributed.rank_shard import RankShard
-from paceline.engine.distributed.rank_status import DeltaNorm, RankStatus, StatusKind
+from paceline.engine.distributed.rank_status import RankStatus, StatusKind
 from paceline.engine.distributed.replicated_coordinator import ReplicatedCoordinator, SyncedClock
 from paceline.engine.distributed.uneven_inputs import ShadowPasses
 from paceline.engine.loop import InterruptGuard
@@ -112,7 +113,7 @@ class AllReduceClient(RankClient, GradientSink):
         self._buffer = shard.contribution or shard.reduce_buffer
         self._pace = ExchangePace(context.suspect_after_s)
         self._norms = shard.noise.norms if shard.noise else None
-        self._norm = None if self._norms is None else DeltaNorm()
+        self._norm = None if self._norms is None else NO_NORM
         self._micro_steps = 0
 
     def wait_for_grant(self) -> bool:
@@ -171,7 +172,7 @@ class AllReduceClient(RankClient, GradientSink):
         while not self._coordinator.over:
             self._coordinator.settle()
             self._buffer.zero()
-            self._norm = self._norm and DeltaNorm()
+            self._norm = self._norm and NO_NORM
             present = self._replica in self._coordinator.decisions.present
             self._exchange(StatusKind.leaving if present else StatusKind.left, Measured(0.0, 0, True))
 
@@ -197,13 +198,14 @@ class AllReduceClient(RankClient, GradientSink):
             context.shadow_passes.catch_up(max((coordinator.batches[r].size for r in computing), default=0))
         context.collect_reports()
         loss, finite = measured.loss, measured.finite
+        norm = None if self._norm is None or coordinator.late is not None else self._norm.read()
         if coordinator.late is not None:
-            loss, finite = coordinator.late.next(measured.late)
+            loss, finite, norm = coordinator.late.next(measured.late, self._norm)
         began, now, stop = time.monotonic_ns(), clock.now_ns(), context.interrupts.count > 0
         saving = context.checkpointer.busy
         joining = context.survival is not None and context.survival.asked()
         ends = coordinator.asks_to_end
-        status = RankStatus(kind, measured.samples, finite, stop, loss, now, self._norm, saving, joining, ends)
+        status = RankStatus(kind, measured.samples, finite, stop, loss, now, norm, saving, joining, ends)
         # All ranks begin the rest of the buckets, then the exchange, in this order; the sums are complete after both.
         if self._overlap is not None:
             self._overlap.flush()

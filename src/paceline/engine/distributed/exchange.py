@@ -18,6 +18,7 @@ from paceline.engine.spmd.communicator import Communicator, ring_bytes
 from paceline.engine.spmd.rank_context import RankSetup
 from paceline.replica.flat_state import FlatLayout
 from paceline.replica.gradient_clipping import square_norm
+from paceline.replica.noise_estimator import Number
 from paceline.replica.own_parameters import fragments_of
 
 
@@ -170,7 +171,7 @@ class ModelParallelSync:
         peers: Communicator | None,
         *,
         contributes: bool = True,
-        combined: Callable[[], float] | None = None,
+        combined: Callable[[], Number] | None = None,
         turns: Turns | None = None,
     ) -> None:
         self._mesh, self._rank, self._communicator = setup.mesh, setup.context.world.rank, setup.context.communicator
@@ -198,7 +199,7 @@ class ModelParallelSync:
         elif self._peers is not None:
             self._peers.all_reduce(self._vectors, of_step(step))
         if self._combined is not None and status.norm is not None and self._mesh.replicas > 1:
-            status = status._replace(norm=status.norm._replace(combined=self._combined()))
+            status = status._replace(norm=status.norm._replace(combined=float(self._combined())))
 
         self._table.zero_()
         row = [*status.encode(), square_norm(self._counted) if self._counted else 0.0]

@@ -1,4 +1,4 @@
-"""Losses that ranks tell each other an exchange late, so that none waits for its device in a step.
+"""Losses, and norms of Δs, that ranks tell each other an exchange late, so that none waits for its device in a step.
 
 ::
 
@@ -14,10 +14,13 @@ from typing import final
 import torch
 
 from paceline.core.types import Clock, ReplicaId
+from paceline.engine.distributed.norms import NO_NORM, NoiseObserver
+from paceline.engine.distributed.rank_status import DeltaNorm
 from paceline.engine.loop import nonfinite_error
 from paceline.engine.run_history import RunHistory
 from paceline.engine.spmd.rank_context import RankContext
 from paceline.replica.late_figures import LateFigures
+from paceline.replica.noise_estimator import LateNumbers
 
 
 @final
@@ -28,37 +31,45 @@ class LateLosses:
         context: of this rank, whose replica has its number.
         history: receives the losses.
         dtype: of the table of statuses, which rounds them.
+        noise: receives the norms; None: the gradient noise scale is not measured.
     """
 
-    def __init__(self, context: RankContext, history: RunHistory, dtype: torch.dtype) -> None:
-        self._context, self._history, self._dtype = context, history, dtype
+    def __init__(
+        self, context: RankContext, history: RunHistory, dtype: torch.dtype, noise: NoiseObserver | None
+    ) -> None:
+        self._context, self._history, self._dtype, self._noise = context, history, dtype, noise
         self._own: LateFigures | None = None
         """Of this rank's newest Δ."""
+        self._norm: LateNumbers | None = None if noise is None else NO_NORM
+        """The norms of that Δ."""
         self._unread: list[tuple[ReplicaId, Clock, int]] = []
         """Replica, number and samples of the Δs that have arrived and were not read, in the order of their arrival."""
 
-    def next(self, own: LateFigures | None) -> tuple[float, bool]:
-        """Return the loss of this rank's Δ before, and whether it was finite, once it is known; then keep these."""
+    def next(self, own: LateFigures | None, norm: LateNumbers | None) -> tuple[float, bool, DeltaNorm | None]:
+        """Return what is known of this rank's Δ before: loss, whether it was finite, norms; then keep these."""
         before, self._own = self._own, own
-        return self._read(before)
+        norm_before, self._norm = self._norm, norm
+        return *self._read(before), None if norm_before is None else norm_before.read()
 
     def arrived(self, replica: ReplicaId, clock: Clock, samples: int) -> None:
         """Note a Δ whose loss is read later."""
         if samples:
             self._unread.append((replica, clock, samples))
 
-    def take(self, figures: Sequence[tuple[float, bool]]) -> None:
-        """Read the losses of all Δs that were noted, from those of each replica's newest.
+    def take(self, figures: Sequence[tuple[float, bool, DeltaNorm | None]]) -> None:
+        """Read the losses of all Δs that were noted, and their norms, from those of each replica's newest.
 
         Raises:
             NonFiniteError: a Δ was not finite.
         """
         unread, self._unread = self._unread, []
         for replica, clock, samples in unread:
-            loss, finite = figures[replica]
+            loss, finite, _ = figures[replica]
             if not finite:
                 raise nonfinite_error(loss, replica, clock)
             self._history.add_loss(loss, samples)
+        if self._noise is not None:
+            self._noise.read([norm or DeltaNorm() for *_, norm in figures])
 
     def settle(self) -> None:
         """Read them now, unless they are read; all ranks call it together."""
@@ -67,7 +78,8 @@ class LateLosses:
         loss, finite = self._read(self._own)
         if self._context.communicator is not None:
             loss = float(torch.tensor(loss, dtype=self._dtype))
-        self.take(self._context.gather((loss, finite), "the others' losses"))
+        norm = None if self._norm is None else self._norm.read()
+        self.take(self._context.gather((loss, finite, norm), "the others' losses"))
 
     def _read(self, figures: LateFigures | None) -> tuple[float, bool]:
         if figures is None:

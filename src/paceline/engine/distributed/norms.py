@@ -10,19 +10,23 @@ have counts on one. A single replica keeps every other Δ until the next one is 
 (:class:`~paceline.replica.noise_estimator.NoiseEstimator`).
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
-from paceline.core.noise_scale import NoiseAccumulator, Part, differenced, observation
+from paceline.core.noise_scale import NoiseAccumulator, Observation, Part, differenced, observation
+from paceline.core.types import ReplicaId
 from paceline.engine.base import Job
 from paceline.engine.distributed.rank_status import DeltaNorm, RankStatus
 from paceline.engine.run_context import RunContext
 from paceline.replica.base import Measured
 from paceline.replica.flat_state import FlatLayout, FlatState
-from paceline.replica.noise_estimator import WARM_STEPS, Preconditioner, Scales, square
+from paceline.replica.noise_estimator import WARM_STEPS, LateNumbers, Number, Preconditioner, Scales, square
 from paceline.replica.optimizer_factory import build_optimizer, shape_only_parameters
+
+NO_NORM = LateNumbers((), lambda _: DeltaNorm(), None)
+"""Of a Δ that was not measured."""
 
 
 class DeltaNorms:
@@ -51,7 +55,7 @@ class DeltaNorms:
         """Whether norms are those of preconditioned gradients; the same on every rank."""
         self._scales: Scales | None = None
         self._scales_version = -1
-        self._gradients = 0.0
+        self._gradients: Number = 0.0
         self._previous: tuple[list[Tensor], int] | None = None
         self.updates = 0
         """Updates so far; counted by :class:`NoiseObserver`."""
@@ -66,8 +70,8 @@ class DeltaNorms:
         (i, where), scales = self._entries[index], self._current_scales()
         self._gradients += square([gradient.reshape(-1)], None if scales is None else [scales[i][where]])
 
-    def delta(self, measured: Measured, *, by_parameter: bool) -> DeltaNorm:
-        """Return the norms of this rank's Δ; call it before the Δ is weighted.
+    def delta(self, measured: Measured, *, by_parameter: bool) -> LateNumbers:
+        """Return what reads the norms of this rank's Δ, a :class:`DeltaNorm`; call it before the Δ is weighted.
 
         Args:
             measured: of that Δ.
@@ -75,27 +79,29 @@ class DeltaNorms:
         """
         added, self._gradients = self._gradients, 0.0
         if not (self.ready and measured.samples and measured.finite):
-            return DeltaNorm()
+            return NO_NORM
         own = added if by_parameter else self._square(self._vectors)
         if measured.micro is not None and not self.adaptive:
-            return DeltaNorm(measured.micro.square, measured.micro.pieces, combined=own)
+            pieces = measured.micro.pieces
+            return LateNumbers.of((measured.micro.square, own), lambda read: DeltaNorm(read[0], pieces, read[1]))
         if not self._single_replica:
-            return DeltaNorm(own, 1)
+            return LateNumbers.of((own,), lambda read: DeltaNorm(read[0], 1))
 
         # A single replica compares pairs of Δs: every other one is kept until the next is there.
         if self._previous is None:
             self._previous = [v.clone() for v in self._vectors], measured.samples
-            return DeltaNorm(own, 1)
+            return LateNumbers.of((own,), lambda read: DeltaNorm(read[0], 1))
         (vectors, samples), self._previous = self._previous, None
         share = samples / (samples + measured.samples)
         mean = [torch.lerp(new, old, share) for new, old in zip(self._vectors, vectors, strict=True)]
-        return DeltaNorm(own, 1, self._square(mean), self._square(vectors), samples)
+        numbers = own, self._square(mean), self._square(vectors)
+        return LateNumbers.of(numbers, lambda read: DeltaNorm(read[0], 1, read[1], read[2], samples))
 
-    def combined(self) -> float:
+    def combined(self) -> Number:
         """Return the square of the norm of the sum of all Δs, after an exchange."""
         return self._square(self._vectors)
 
-    def _square(self, vectors: Sequence[Tensor]) -> float:
+    def _square(self, vectors: Sequence[Tensor]) -> Number:
         scales = self._current_scales()
         return square(
             (vectors[i][where] for i, where in self._counted),
@@ -117,11 +123,24 @@ class NoiseObserver:
         norms: of this rank.
         from_statuses: whether the norm of the sum is in the statuses, since each rank has a part of the sum;
             else it is measured on the sum that this rank has.
+        late: whether statuses have the norms of the Δs before theirs.
     """
 
-    def __init__(self, context: RunContext, norms: DeltaNorms, *, from_statuses: bool) -> None:
+    def __init__(self, context: RunContext, norms: DeltaNorms, *, from_statuses: bool, late: bool = False) -> None:
         self.accumulator, self.norms = NoiseAccumulator(context.reference_batch), norms
-        self._from_statuses = from_statuses
+        self._from_statuses, self._late = from_statuses, late
+        self._unread: Callable[[Sequence[DeltaNorm]], Observation | None] | None = None
+        """The newest update's observation, which follows from all replicas' norms."""
+
+    def read(self, norms: Sequence[DeltaNorm]) -> None:
+        """Observe the newest update, unless that is done, now that its Δs' norms are known.
+
+        Args:
+            norms: of all replicas.
+        """
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            self.accumulator.add(unread(norms))
 
     def applied(self, statuses: Sequence[RankStatus], weighted: Sequence[tuple[int, float]], factor: float) -> None:
         """Observe an update that is about to be made.
@@ -131,21 +150,28 @@ class NoiseObserver:
             weighted: the replicas whose Δs it applies, and their weights.
             factor: multiplies the sum.
         """
-        rows = [(statuses[replica], weight) for replica, weight in weighted]
-        parts = [Part(row.samples, weight, *(row.norm or DeltaNorm())[:2]) for row, weight in rows]
-        observed = None
-        if self.norms.ready and len(rows) > 1:
-            if self._from_statuses:
-                combined = next(row.norm for row in statuses if row.norm is not None).combined
-            else:
-                combined = self.norms.combined()
-            observed = observation(parts, combined * factor**2)
-        elif self.norms.ready:  # one replica: by its micro-steps, or by the previous Δ where that was kept
-            norm = rows[0][0].norm or DeltaNorm()
-            if norm.parts > 1:
-                observed = observation(parts, norm.combined * parts[0].weight ** 2)
-            elif norm.previous_samples:
-                previous = Part(norm.previous_samples, 1.0, norm.previous)
-                observed = differenced(previous, parts[0], norm.combined)
-        self.accumulator.add(observed)
+        rows = [(replica, statuses[replica].samples, weight) for replica, weight in weighted]
+        if self.norms.ready and len(rows) > 1 and not self._from_statuses:
+            measured = LateNumbers.of((self.norms.combined(),), lambda read: read[0])
+            self._unread = lambda norms: observation(_parts(rows, norms), measured.read() * factor**2)
+        elif self.norms.ready and len(rows) > 1:  # a sum's norm is that of all replicas
+            self._unread = lambda norms: observation(_parts(rows, norms), norms[0].combined * factor**2)
+        elif self.norms.ready:
+            self._unread = lambda norms: _of_one(_parts(rows, norms)[0], norms[rows[0][0]])
+        if not self._late:
+            self.read([row.norm or DeltaNorm() for row in statuses])
         self.norms.updates += 1
+
+
+def _parts(rows: Sequence[tuple[ReplicaId, int, float]], norms: Sequence[DeltaNorm]) -> list[Part]:
+    """Return the parts of an update, of these replicas, samples and weights."""
+    return [Part(samples, weight, *norms[replica][:2]) for replica, samples, weight in rows]
+
+
+def _of_one(part: Part, norm: DeltaNorm) -> Observation | None:
+    """Return what an update of one replica shows: by its micro-steps, or by the previous Δ where that was kept."""
+    if norm.parts > 1:
+        return observation([part], norm.combined * part.weight**2)
+    if norm.previous_samples:
+        return differenced(Part(norm.previous_samples, 1.0, norm.previous), part, norm.combined)
+    return None

@@ -136,12 +136,6 @@ class WholeModelShard(RankShard):
         if job.survives_deaths and communicator is not None:
             self.contribution = ReduceBuffer(self.state.layout, world.size, device)
         self.update = update = self._build_update()
-        if job.noise_scale:
-            assert isinstance(update, ReplicatedUpdate), "another update was not refused"
-            norms = DeltaNorms(job, self.reduce_buffer.state, setup.layout.parameter_names, setup.layout)
-            norms.preconditioner = Preconditioner(update.optimizer)
-            self.noise = NoiseObserver(setup.run_context, norms, from_statuses=False)
-
         policy = setup.run_context.policy
         if communicator is not None and any(isinstance(m, SynchronisedBatchNorm) for m in setup.module.modules()):
             if setup.run_context.local_sgd:
@@ -162,12 +156,17 @@ class WholeModelShard(RankShard):
         overlaps = isinstance(update, ReplicatedUpdate) and strategy.compression == "none"
         overlaps &= not setup.run_context.local_sgd
         overlaps &= self.batchnorm_group is None and job.on_nonfinite != "skip" and not job.survives_deaths
-        if job.noise_scale:  # each gradient is measured as it is handed over, on the host
-            overlaps &= strategy.accumulate == 1 and strategy.device == "cpu"
+        if job.noise_scale:  # each gradient is measured as it is handed over
+            overlaps &= strategy.accumulate == 1
         # Sums by way of the host wait for the device, as do compressions, and the updates of parts of A.
         self.late = setup.run_context.reads_late and isinstance(update, ReplicatedUpdate)
         self.late &= strategy.compression == "none" and self.batchnorm_group is None
         self.late &= communicator is None or communicator.device == device
+        if job.noise_scale:
+            assert isinstance(update, ReplicatedUpdate), "another update was not refused"
+            norms = DeltaNorms(job, self.reduce_buffer.state, setup.layout.parameter_names, setup.layout)
+            norms.preconditioner = Preconditioner(update.optimizer)
+            self.noise = NoiseObserver(setup.run_context, norms, from_statuses=False, late=self.late)
         build = functools.partial(build_overlap, late=self.late)
         self.overlap = build(job, setup.context, setup.backend, self.reduce_buffer) if overlaps else None
         vectors = update.reduced_vectors if self.overlap is None else self.reduce_buffer.tails()

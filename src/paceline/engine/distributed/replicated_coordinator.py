@@ -115,7 +115,7 @@ class ReplicatedCoordinator:
         self.watch = watch
         self.loop = RunLoop(context, self, initial_digest, self._evaluate, watch, noise)
         dtype = shard.reduce_buffer.table.dtype
-        self.late = LateLosses(rank_context, self.loop.history, dtype) if shard.late else None
+        self.late = LateLosses(rank_context, self.loop.history, dtype, shard.noise) if shard.late else None
         """Losses that a status has of the Δ before its own; None: of its own."""
         if self.late is not None:
             self.loop.history.read_late = self.late.settle
@@ -157,7 +157,7 @@ class ReplicatedCoordinator:
         loop, decisions = self.loop, self.decisions
         self._statuses = statuses
         if self.late is not None:
-            self.late.take([(status.loss, status.finite) for status in statuses])
+            self.late.take([(status.loss, status.finite, status.norm) for status in statuses])
         self.now = min(max(status.entered_ns for status in statuses) * 1e-9, loop.end_s)
         if loop.timed:
             loop.evaluate_if_due(self.now)

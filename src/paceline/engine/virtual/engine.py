@@ -95,7 +95,7 @@ class VirtualRun:
         self._context = context = RunContext(job, has_held=saved is not None)
         self._module, state = first_state(job.program, job.running_buffers, context.device(0))
         noise = NoiseAccumulator(context.reference_batch) if job.noise_scale else None
-        self._estimator = NoiseEstimator(noise) if noise else None
+        self._estimator = NoiseEstimator(noise, late=context.reads_late) if noise else None
         self._optimizer = ServerOptimizer(
             job.program, context.policy, state, self._estimator, own_steps=lambda: context.own_steps
         )
@@ -123,7 +123,7 @@ class VirtualRun:
         self._restore(saved)
         may_die = network is not None and not network.lasting
         self._loop = RunLoop(context, self, digest, self._evaluate, watch, noise, parks=may_die)
-        self._loop.history.read_late, self._computer.add_loss = self._computer.read_late, self._loop.history.add_loss
+        self._loop.history.read_late, self._computer.add_loss = self._read_late, self._loop.history.add_loss
         if saved is not None:  # the timelines go on
             self._loop.history.earlier = 0.0, ()
         for timeline in self._attempts.timelines:
@@ -326,6 +326,12 @@ class VirtualRun:
         self._watch(history.progress("training", time_s))
 
     # ------------------------------------------------------------------------------------------------------ checkpoints
+
+    def _read_late(self) -> None:
+        """Read what of the newest Δ, and of the newest update, is read late."""
+        self._computer.read_late()
+        if self._estimator is not None:
+            self._estimator.settle()
 
     def _take_snapshot(self) -> Snapshot:
         """Return all that the run has, between two events."""
