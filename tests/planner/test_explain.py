@@ -26,6 +26,8 @@ from paceline.planner.policies import policies, rank, under
 from paceline.planner.search import supported
 from paceline.planner.search.objective import Objectives
 from paceline.planner.search.search import CostCache, search
+from paceline.strategy import Strategy
+from paceline.support import Case, first_row
 from tests.planner.plain_workload import Plain, cluster
 
 
@@ -191,12 +193,15 @@ def test_all_policies_that_are_offered_can_be_had() -> None:
     assert "local-steps:period=8" not in list(policies(accumulating, on))  # which sends no gradients to add
 
 
-def test_gpus_carry_stages_that_wait_for_each_other_alone() -> None:
+def test_gpus_carry_stages_at_any_pace() -> None:
     on = cluster()
     on = replace(on, device=replace(on.device, kind="cuda"))
-    made = plan(Arrangement(2, stages=2, micro_batches=4))
-    assert list(policies(made, on)) == ["synchronous"]
-    assert len(list(policies(made, cluster()))) > 1
+    offered = list(policies(plan(Arrangement(2, stages=2, micro_batches=4)), on))
+    assert "asynchronous" in offered
+    assert offered == list(policies(plan(Arrangement(2, stages=2, micro_batches=4)), cluster()))
+    for policy in offered:
+        strategy = Strategy(replicas=2, stages=2, micro_batches=4, aggregation=policy, device="cuda")
+        assert first_row(Case.of(strategy, "local")) is None, policy
 
 
 def test_a_policy_that_changes_has_the_pace_of_its_change() -> None:

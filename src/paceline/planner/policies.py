@@ -197,8 +197,6 @@ def policies(plan: Plan, cluster: Cluster) -> Iterator[str]:
     yield "synchronous"
     if a.workers > cluster.devices_per_host or a.divided or supported.engine_of(a, 2**62) != "local":
         return
-    if cluster.device.kind == "cuda" and supported.pipelined(a):
-        return
     yield from loose_policies(plan)
 
 
