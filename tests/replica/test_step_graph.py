@@ -257,7 +257,7 @@ PLANTED: dict[str, tuple[Any, Any, str]] = {
 
 @pytest.mark.parametrize(("operator", "other", "named"), PLANTED.values(), ids=list(PLANTED))
 def test_a_graph_that_errs_is_caught(operator: Any, other: Any, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    simplify = operator_list._simplify
+    simplify = operator_list.simplify
 
     def planted(module: GraphModule) -> None:
         simplify(module)
@@ -267,7 +267,7 @@ def test_a_graph_that_errs_is_caught(operator: Any, other: Any, named: str, monk
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).double()
 
-    monkeypatch.setattr(operator_list, "_simplify", planted)
+    monkeypatch.setattr(operator_list, "simplify", planted)
     with pytest.raises(InputError, match="write compile=false") as caught:
         trained(programs.program(model=model), "replicas=1 compile=graph", 1)
     assert "the graph of forward, loss and backward of Sequential does not do what the model does" in str(caught.value)

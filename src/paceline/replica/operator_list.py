@@ -40,7 +40,7 @@ def operators_of(module: GraphModule) -> tuple[Operators, list[Tensor]]:
     Raises:
         InputError: it does something that TorchScript has no operator for.
     """
-    _simplify(module)
+    simplify(module)
     builder, nodes = _GraphBuilder(), list(module.graph.nodes)
     constants = [node for node in nodes if node.op == "get_attr"]
     for node in [*(node for node in nodes if node.op == "placeholder"), *constants]:
@@ -136,7 +136,7 @@ def _given(node: Node, place: int, argument: Argument) -> Any:
     return node.kwargs.get(argument.name, argument.default_value)
 
 
-def _simplify(module: GraphModule) -> None:
+def simplify(module: GraphModule) -> None:
     """Remove what has no effect: aliases for autograd, transpositions of transpositions, results that nobody uses."""
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=_DETACH):

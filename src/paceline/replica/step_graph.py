@@ -180,7 +180,8 @@ class StepGraphs:
                 loss, sources, of_loss.expand(loss.shape) if loss.dim() else of_loss, allow_unused=True
             )
             used[:] = [name for name, gradient in zip(trained, gradients, strict=True) if gradient is not None]
-            return (loss.detach(), *(gradient for gradient in gradients if gradient is not None))
+            # Autograd, too, gives a parameter's gradient the parameter's strides.
+            return (loss.detach(), *(gradient.contiguous() for gradient in gradients if gradient is not None))
 
         sources = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self._tensors]
         try:

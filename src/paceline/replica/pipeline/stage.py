@@ -8,20 +8,16 @@
     all            the inputs of pieces of   | backward, each piece's forward again before it |
                    the part are kept
 
-Gradients of inputs are sent while the backward pass goes on: an input enters the part through an autograd node, its
-portal, whose backward is called as soon as the gradient is final::
-
-    source of the value                                            consumer, maybe several stages on
-    part ==> output   ----------- value ----------->   | portal ==> part ==> ...
-    part <== output   <--------- gradient ----------   | portal <== part <== ...
+Gradients of inputs are sent while the backward pass goes on (``portals.py``). Where passes are short and many, forward
+and backward are run as lists of operators instead, without Python and autograd (``stage_graph.py``).
 """
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from paceline.core.errors import InputError
 from paceline.device import seed
-from paceline.program import leaves
+from paceline.program import Tree, leaves
 from paceline.replica.activation_memory import ActivationMemory, StorageCounter
 from paceline.replica.capture.input_spec import Shapes
 from paceline.replica.pipeline.batchnorm import DeferredBatchNorms
@@ -38,76 +34,11 @@ from paceline.replica.pipeline.comm_plan import PipelineContext
 from paceline.replica.pipeline.cut import Part
 from paceline.replica.pipeline.micro_batches import MicroBatch
 from paceline.replica.pipeline.p2p_queue import P2PMessage, Received, Value
+from paceline.replica.pipeline.portals import InputPortals, SendGradient
 from paceline.replica.pipeline.split_backward import DeferredWeightGrads, Splitter, replace_ops
+from paceline.replica.pipeline.stage_graph import PartGraph, ShortPasses
 from paceline.replica.single import step_seed
-
-# Begins to send a gradient; returns its bytes.
-SendGradient: TypeAlias = Callable[[P2PMessage, Tensor], int]
-
-# A sequence number that autograd prefers to all that it gives itself.
-FIRST = 2**62
-
-
-class _Portal(torch.autograd.Function):
-    """A value in a list is none of the function's inputs, so the output is the value itself and no view of it."""
-
-    @staticmethod
-    def forward(ctx: Any, _: Tensor, portals: "InputPortals", name: str, value: list[Tensor]) -> Tensor:
-        ctx.portals, ctx.name = portals, name
-        return value[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.portals.send(ctx.name, gradients[0])
-        return None, None, None, None
-
-
-class InputPortals:
-    """The autograd nodes through which one micro-batch's differentiable values enter a part.
-
-    Each sends its gradient once it is final, but to one worker in the order of the messages, on which that worker
-    relies: a gradient that is final early waits for those before it.
-    """
-
-    def __init__(self) -> None:
-        self._zeros: dict[str, Callable[[], Tensor]] = {}
-        self._final: dict[str, Tensor] = {}
-        self._queues: dict[int, deque[P2PMessage]] = defaultdict(deque)
-        self._queue_of: dict[str, deque[P2PMessage]] = {}
-        self.sent_bytes = 0
-
-    def enter(self, name: str, value: Tensor) -> Tensor:
-        """Return the same memory as a tensor that needs a gradient and is no leaf."""
-        self._zeros[name] = partial(torch.zeros, value.shape, dtype=value.dtype, device=value.device)
-        anchor = torch.empty(0, requires_grad=True)  # an output is differentiable if an input is
-        entered: Tensor = _Portal.apply(anchor, self, name, [value])  # type: ignore[no-untyped-call]
-        assert entered.grad_fn is not None
-        # Autograd goes on with the youngest node that is ready; a gradient that others wait for is to overtake it.
-        entered.grad_fn._set_sequence_nr(FIRST)  # type: ignore[attr-defined]
-        return entered
-
-    def open(self, messages: Sequence[P2PMessage], send: SendGradient) -> None:
-        """Begin a backward pass, whose gradients go by these messages, in order of rank."""
-        self._send = send
-        for message in messages:
-            if message.name in self._zeros:
-                queue = self._queue_of[message.name] = self._queues[message.receiver]
-                queue.append(message)
-
-    def send(self, name: str, gradient: Tensor) -> None:
-        """Send a gradient, and those that waited for it, unless one before it in its queue is missing."""
-        self._final[name] = gradient
-        queue = self._queue_of[name]
-        while queue and queue[0].name in self._final:
-            message = queue.popleft()
-            self.sent_bytes += self._send(message, self._final.pop(message.name))
-
-    def close(self) -> None:
-        """End the backward pass: send zeros where there is no gradient, since the value's source waits for one."""
-        for queue in self._queues.values():
-            for message in list(queue):
-                if message.name not in self._final:
-                    self.send(message.name, self._zeros[message.name]())
+from paceline.replica.tensor.tp_group import CollectiveModule
 
 
 @dataclass
@@ -119,15 +50,17 @@ class ForwardPass:
         edges: name of a sent value -> where its gradient enters the graph.
         nbytes: kept for backward.
         transient_bytes: there for a while during backward, on top.
+        graph: that made the pass, and what it has kept; None: autograd keeps that.
     """
 
     outputs: list[Received]
-    edges: dict[str, GradientEdge]
+    edges: Mapping[str, GradientEdge | None]
     loss: Tensor | None
     portals: InputPortals
     weight_grads: DeferredWeightGrads | None
     nbytes: int = 0
     transient_bytes: int = 0
+    graph: tuple[PartGraph, list[Tensor]] | None = None
 
 
 @dataclass(frozen=True)
@@ -180,6 +113,12 @@ class PipelineStage:
             if replace_ops(modules, batchnorms.replacements):
                 self._batchnorms = batchnorms
 
+        as_it_is = compiled is None and context.recompute == "none" and schedule.flushes and context.device == "cpu"
+        as_it_is &= self._splitter is None and self._batchnorms is None
+        # The others of a stage's shards would not know when one of them makes a pass to compare with.
+        as_it_is &= not any(isinstance(module, CollectiveModule) for module in part.module.modules())
+        loss = self.with_loss if self.is_last else None
+        self._short = ShortPasses(part, loss, partial(context.program.autocast, context.device)) if as_it_is else None
         self._kept: dict[int, ForwardPass | KeptInputs] = {}
         self._differentiable: dict[Shapes, list[bool]] = {}
         self._saved_bytes: dict[Shapes, tuple[int, int]] = {}
@@ -277,13 +216,15 @@ class PipelineStage:
             upstream.append(torch.full_like(run.loss, micro_batch.weight))
         # Recomputed pieces exist one at a time, so the largest of them counts on top of what is kept.
         self._memory.add(run.transient_bytes)
-        if roots:  # else nothing before this part needs a gradient, and nothing in it
+        if run.graph is not None and self._short is not None:
+            self._short.differentiate(*run.graph, upstream, run.portals)
+        elif roots:  # else nothing before this part needs a gradient, and nothing in it
             torch.autograd.backward(roots, upstream)  # type: ignore[arg-type]
         run.portals.close()
         self._memory.add(-run.transient_bytes)
         # The graph goes; what deferred gradients are computed of stays, as many bytes for every input of these shapes.
         self._release(micro_batch.index)
-        run.edges, run.loss, run.nbytes = {}, None, 0
+        run.edges, run.loss, run.nbytes, run.graph = {}, None, 0, None
         if run.weight_grads is not None:
             shapes = micro_batch.shapes
             if shapes not in self._deferred_bytes:
@@ -311,7 +252,12 @@ class PipelineStage:
 
     def _run(self, micro_batch: MicroBatch, received: Sequence[Received], *, again: bool = False) -> ForwardPass:
         """Run a forward pass with its graph; where shapes are new, count the bytes that it saves."""
-        portals, shapes = InputPortals(), micro_batch.shapes
+        form, graph = (
+            (None, None) if self._short is None else self._short.of(micro_batch, received, idle=not self._kept)
+        )
+        if graph is not None:
+            return self._run_graph(graph, micro_batch, received)
+        began, portals, shapes = time.perf_counter(), InputPortals(), micro_batch.shapes
         weight_grads = DeferredWeightGrads() if self._splitter is not None else None
         values = [
             portals.enter(crossing.name, value) if differentiable and isinstance(value, Tensor) else value
@@ -326,6 +272,8 @@ class PipelineStage:
             outputs, loss = self._call(micro_batch, values, counter)
         if counter is not None:
             self._saved_bytes[shapes] = counter.nbytes, counter.transient_bytes
+        if self._short is not None:
+            self._short.passed(form, time.perf_counter() - began)
         # An edge keeps the graph, but not the output itself, which may go once it has been sent.
         edges = {
             crossing.name: get_gradient_edge(value)
@@ -337,6 +285,21 @@ class PipelineStage:
             for value in outputs
         ]
         return ForwardPass(detached, edges, loss, portals, weight_grads, *self._saved_bytes[shapes])
+
+    def _run_graph(self, graph: PartGraph, micro_batch: MicroBatch, received: Sequence[Received]) -> ForwardPass:
+        """Run a forward pass by its graph."""
+        assert self._short is not None
+        portals, counter = InputPortals(), self._counter(micro_batch)
+        for crossing, (value, differentiable) in zip(self.part.received, received, strict=True):
+            if differentiable and isinstance(value, Tensor):
+                portals.expect(crossing.name, value)
+        seed(step_seed(micro_batch.seed, self.part.number, micro_batch.index), torch.device(self._device))
+        outputs, kept = self._short.run(graph, micro_batch, received)
+        loss = outputs.pop() if self.is_last else None
+        sent = [Received(*each) for each in zip(outputs, graph.differentiable, strict=False)]
+        edges = {each.name: None for each, (_, needed) in zip(self.part.sent, sent, strict=True) if needed}
+        counter.add(kept)
+        return ForwardPass(sent, edges, loss, portals, None, counter.nbytes, graph=(graph, kept))
 
     def _enter(
         self, stack: ExitStack, micro_batch: MicroBatch, weight_grads: DeferredWeightGrads | None, *, again: bool
@@ -359,11 +322,12 @@ class PipelineStage:
             outputs = list(self._forward(*arguments))
         else:
             outputs = list(self._checkpointed.run(arguments, counter))
-        if not self.is_last:
-            return outputs, None
+        return self.with_loss(outputs, micro_batch.target) if self.is_last else (outputs, None)
 
+    def with_loss(self, outputs: list[Any], target: Tree) -> tuple[list[Value], Tensor]:
+        """Return what the last part sends, and the loss."""
         sent = len(self.part.sent)
-        loss = self._program.loss(self._captured.rebuild(outputs[sent:]), micro_batch.target)
+        loss = self._program.loss(self._captured.rebuild(outputs[sent:]), target)
         if loss.numel() != 1:
             raise InputError(
                 f"the loss has shape {list(loss.shape)}, but it must be one number, the mean over the samples; write "

@@ -1,0 +1,331 @@
+"""A part's forward and backward as two lists of operators, where passes are short: without Python, without autograd.
+
+::
+
+    traced    forward, and backward from gradients of its outputs, as one graph
+    split     what needs no gradient          | the rest
+    run       arguments -> outputs, kept      | kept, gradients of outputs -> gradients of values and parameters
+
+Both are the operators that PyTorch itself runs, in its order, so results have the same bits; they are compared with the
+part before they are used. A part that can't be traced, or whose graphs do something else, goes on as it is.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from paceline.core.errors import InputError
+from paceline.core.types import Seconds
+from paceline.program import Tree, leaves, map_tree
+from paceline.replica.capture.verify import check
+from paceline.replica.module_utils import preserve_state, tensors_of
+from paceline.replica.operator_list import Operators, as_it_is, operators_of, simplify
+from paceline.replica.pipeline.cut import Part
+from paceline.replica.pipeline.micro_batches import MicroBatch
+from paceline.replica.pipeline.p2p_queue import Received
+from paceline.replica.pipeline.portals import InputPortals
+from paceline.replica.step_graph import form_of
+
+# (results of the last part, target) -> what it sends, and the loss.
+WithLoss: TypeAlias = Callable[[list[Any], Tree], tuple[list[Any], Tensor]]
+
+# A forward pass that takes longer is mostly operators, and gains little.
+SHORT_S: Seconds = 0.01
+
+# Seconds of forward passes of one form before it is traced, which takes about as long: a short run is not held up.
+WARM_S: Seconds = 0.1
+
+
+class PartGraph(NamedTuple):
+    """Forward and backward of a part, for arguments of one form.
+
+    Args:
+        forward: (tensors of the part, arguments, ``constants``) -> outputs, and what backward needs besides ``given``.
+        backward: (``given``, what forward has kept, gradients of the differentiable outputs) -> gradients of ``values``
+            and ``names``.
+        constants: tensors that forward has made from numbers.
+        given: which of the tensors and arguments backward needs.
+        differentiable: of each output, whether it has a gradient.
+        values: the arguments that have a gradient.
+        names: the parameters that have one.
+    """
+
+    forward: Operators
+    backward: Operators
+    constants: Sequence[Tensor]
+    given: Sequence[int]
+    differentiable: Sequence[bool]
+    values: Sequence[int]
+    names: Sequence[str]
+
+    def run(self, tensors: Sequence[Tensor], arguments: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the outputs, and what :meth:`gradients` needs."""
+        every, count = [*tensors, *arguments], len(self.differentiable)
+        with torch._C._AutoDispatchBelowAutograd():
+            results = self.forward(*every, *self.constants)
+        return list(results[:count]), [*(every[index] for index in self.given), *results[count:]]
+
+    def gradients(self, kept: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the gradients of arguments and of parameters, from those of the differentiable outputs."""
+        with torch._C._AutoDispatchBelowAutograd():  # traced for dense gradients
+            results = list(self.backward(*kept, *(gradient.contiguous() for gradient in outputs)))
+        return results[: len(self.values)], results[len(self.values) :]
+
+
+class ShortPasses:
+    """The graphs of a part, for those forms of micro-batches with which its passes are short and many.
+
+    Args:
+        part: with its tensors as they train.
+        with_loss: (the part's results, the target) -> what it sends, and the loss; None: it is not the last part.
+        autocast: makes the context of a forward pass.
+    """
+
+    def __init__(
+        self, part: Part, with_loss: WithLoss | None, autocast: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        self._part, self._with_loss, self._autocast = part, with_loss, autocast
+        self._named = tensors_of(part.module)
+        self._graphs: dict[Hashable, PartGraph | None] = {}
+        self._spent: dict[Hashable, tuple[Seconds, int]] = defaultdict(lambda: (0.0, 0))
+        """Seconds and number of passes without a graph."""
+
+    def of(
+        self, micro_batch: MicroBatch, received: Sequence[Received], *, idle: bool
+    ) -> tuple[Hashable, PartGraph | None]:
+        """Return the form of a forward pass, and the graph for it; None: it is passed as ever.
+
+        The form is all that a graph depends on: shapes, strides and types, and which values are differentiable.
+
+        Args:
+            micro_batch: on the worker's device.
+            received: values of the part's crossings.
+            idle: whether the part has no pass under way: a comparison writes its buffers, which autograd would notice.
+        """
+        values, target = list(received), micro_batch.target if self._with_loss is not None else ()
+        form = form_of(([micro_batch.inputs[leaf] for leaf in self._part.inputs], values, target))
+        if form in self._graphs:
+            return form, self._graphs[form]
+        seconds, passes = self._spent[form]
+        if not (idle and passes) or seconds < WARM_S or seconds / passes > SHORT_S:
+            return form, None
+        try:
+            self._graphs[form] = self._checked(micro_batch, received)
+        except Exception:  # whatever torch raises where it can't trace; the part itself is right in any case
+            self._graphs[form] = None
+        return form, self._graphs[form]
+
+    def passed(self, form: Hashable, seconds: Seconds) -> None:
+        """Note a forward pass without a graph."""
+        before, passes = self._spent[form]
+        self._spent[form] = before + seconds, passes + 1
+
+    def run(
+        self, graph: PartGraph, micro_batch: MicroBatch, received: Sequence[Received]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Make a forward pass; returns what is sent, and the loss in the last part, and what backward needs."""
+        return graph.run(list(self._named.values()), self._arguments(micro_batch, received))
+
+    def differentiate(
+        self, graph: PartGraph, kept: Sequence[Tensor], upstream: Sequence[Tensor], portals: InputPortals
+    ) -> None:
+        """Make the backward pass: send the gradients of values, and add those of parameters to their ``grad``.
+
+        Args:
+            graph: of the forward pass.
+            kept: by it.
+            upstream: gradients of its differentiable outputs.
+            portals: of its values.
+        """
+        values, parameters = graph.gradients(kept, upstream)
+        for index, gradient in zip(graph.values, values, strict=True):
+            portals.send(self._part.received[index - len(self._part.inputs)].name, gradient)
+        for name, gradient in zip(graph.names, parameters, strict=True):
+            parameter = self._named[name]
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad += gradient
+
+    def _arguments(self, micro_batch: MicroBatch, received: Sequence[Received]) -> list[Any]:
+        inputs = [micro_batch.inputs[leaf] for leaf in self._part.inputs]
+        target = leaves(micro_batch.target) if self._with_loss is not None else []
+        return [*inputs, *(value for value, _ in received), *target]
+
+    def _checked(self, micro_batch: MicroBatch, received: Sequence[Received]) -> PartGraph:
+        arguments, offset = self._arguments(micro_batch, received), len(self._part.inputs)
+        for index, (value, differentiable) in enumerate(received, offset):
+            if not isinstance(value, Tensor):
+                raise InputError("a number is sent to it")
+            if differentiable:
+                arguments[index] = value.detach().requires_grad_()
+        return checked_graph(_Outputs(self._part, self._with_loss, micro_batch.target, self._autocast), arguments)
+
+
+class _Outputs(nn.Module):
+    """(inputs, values that are received, leaves of the target) -> what a part sends, and in the last one the loss.
+
+    It has the part's own tensors, under the same names.
+    """
+
+    compute: Callable[..., Sequence[Any]]
+    """The part's forward."""
+
+    def __init__(
+        self, part: Part, with_loss: WithLoss | None, target: Tree, autocast: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        super().__init__()
+        self._modules, self._parameters, self._buffers = (
+            part.module._modules, part.module._parameters, part.module._buffers,
+        )  # fmt: skip
+        vars(self)["compute"] = part.module.forward
+        self._with_loss, self._target, self._autocast = with_loss, target, autocast
+
+    def forward(self, *tensors: Tensor) -> tuple[Any, ...]:
+        """Return them."""
+        with self._autocast():
+            if self._with_loss is None:
+                return tuple(self.compute(*tensors))
+            count = len(leaves(self._target))
+            given, remaining = tensors[: len(tensors) - count], iter(tensors[len(tensors) - count :])
+            target = map_tree(lambda _: next(remaining), self._target)
+            sent, loss = self._with_loss(list(self.compute(*given)), target)
+            return *sent, loss
+
+
+def checked_graph(module: nn.Module, arguments: Sequence[Tensor]) -> PartGraph:
+    """Return the graph of a part, compared with the part itself on these arguments; all is left as it is.
+
+    Args:
+        module: returns a tuple of tensors.
+        arguments: of it; those that have a gradient in training require one.
+
+    Raises:
+        InputError: the graph does something else, or can't be made.
+        Exception: torch can't trace the part.
+    """
+    with preserve_state(module):
+        graph = _traced(module, arguments)
+
+        def run(inputs: Any) -> Any:
+            own = tensors_of(module)
+            sources = [*(inputs[index] for index in graph.values), *(own[name] for name in graph.names)]
+            return _Differentiated.apply(graph, list(own.values()), list(inputs), *sources)  # type: ignore[no-untyped-call]
+
+        inputs = tuple(argument.detach() for argument in arguments)
+        with as_it_is():
+            check(module, run, lambda: tensors_of(module), inputs, samples=(), of_inputs=graph.values)
+    return graph
+
+
+def _traced(module: nn.Module, arguments: Sequence[Tensor]) -> PartGraph:
+    """Trace forward and backward in one, and split them."""
+    from torch.fx.experimental.proxy_tensor import make_fx  # imported by those that trace, and by nobody else
+
+    named = tensors_of(module)
+    sources: dict[Any, None] = {}
+    differentiable: list[bool] = []
+    with torch.no_grad():
+        like = [torch.ones_like(output, memory_format=torch.contiguous_format) for output in module(*arguments)]
+
+    def joint(tensors: list[Tensor], given: list[Tensor], gradients: list[Tensor]) -> tuple[Tensor, ...]:
+        own = dict(zip(named, tensors, strict=True))
+        outputs: Sequence[Tensor] = torch.func.functional_call(module, own, tuple(given))
+        differentiable[:] = [output.requires_grad for output in outputs]
+        roots = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
+        each: dict[Any, Tensor] = {index: leaf for index, leaf in enumerate(given) if leaf.requires_grad}
+        each |= {name: leaf for name, leaf in own.items() if leaf.requires_grad}
+        ends, upstream = zip(*roots, strict=True)
+        found = torch.autograd.grad(ends, list(each.values()), upstream, allow_unused=True)
+        computed = {source: gradient for source, gradient in zip(each, found, strict=True) if gradient is not None}
+        sources.update(dict.fromkeys(computed))
+        # Autograd, too, gives a parameter's gradient the parameter's strides.
+        gradients = [g.contiguous() if isinstance(source, str) else g for source, g in computed.items()]
+        return (*(output.detach() for output in outputs), *gradients)
+
+    tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in named.values()]
+    leaves = [argument.detach().requires_grad_(argument.requires_grad) for argument in arguments]
+    traced = make_fx(joint, tracing_mode="fake", _allow_non_fake_inputs=True)(tensors, leaves, like)
+    simplify(traced)
+    forward, backward, given = _split(traced, len(like), differentiable)
+    run, constants = operators_of(forward)
+    back, _ = operators_of(backward)
+    values = [source for source in sources if isinstance(source, int)]
+    names = [source for source in sources if isinstance(source, str)]
+    return PartGraph(run, back, constants, given, tuple(differentiable), values, names)
+
+
+def _split(
+    traced: GraphModule, count: int, differentiable: Sequence[bool]
+) -> tuple[GraphModule, GraphModule, list[int]]:
+    """Split a graph at the gradients of its outputs.
+
+    Args:
+        traced: its last inputs are a gradient of each output.
+        count: of outputs, which its first results are; the others are gradients.
+        differentiable: which of the outputs' gradients backward is given.
+
+    Returns:
+        Forward, which has what backward needs after its outputs; backward; and which of forward's inputs backward takes
+        before that.
+    """
+    *nodes, end = traced.graph.nodes
+    places = [node for node in nodes if node.op == "placeholder"]
+    inputs, upstream = places[:-count], places[-count:]
+    results: list[Node] = list(end.args[0])
+    later = set(upstream)
+    for node in nodes:
+        if any(each in later for each in node.all_input_nodes):
+            later.add(node)
+    needed = {each for node in later for each in node.all_input_nodes} | set(results[count:])
+    kept = [node for node in nodes if node in needed and node not in later]
+    if any(not isinstance(node.meta.get("val"), Tensor) for node in kept):
+        raise InputError("backward needs a number that forward has read")
+    given = [index for index, node in enumerate(inputs) if node in needed]
+    made = [node for node in kept if node.op != "placeholder"]
+    before = [node for node in nodes if node not in later and node.op != "placeholder"]
+    after = [node for node in nodes if node in later and node.op != "placeholder"]
+    upstream = [node for node, needs in zip(upstream, differentiable, strict=True) if needs]
+    return (
+        _part(traced, inputs, before, [*results[:count], *made]),
+        _part(traced, [*(inputs[index] for index in given), *made, *upstream], after, results[count:]),
+        given,
+    )
+
+
+def _part(traced: GraphModule, inputs: Sequence[Node], nodes: Sequence[Node], outputs: Sequence[Node]) -> GraphModule:
+    """Return those nodes of a graph as a graph of their own."""
+    graph, copies = Graph(), dict[Node, Node]()
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in outputs))
+    return GraphModule(traced, graph)
+
+
+class _Differentiated(torch.autograd.Function):
+    """(graph, tensors of the part, arguments, those that have a gradient) -> outputs, for a comparison."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, graph: PartGraph, tensors: Sequence[Tensor], arguments: Sequence[Tensor], *sources: Tensor
+    ) -> tuple[Tensor, ...]:
+        del sources
+        with torch.enable_grad():  # as in training
+            outputs, ctx.kept = graph.run(tensors, arguments)
+        ctx.graph = graph
+        pairs = list(zip(outputs, graph.differentiable, strict=True))
+        ctx.mark_non_differentiable(*(output for output, needed in pairs if not needed))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        pairs = zip(gradients, ctx.graph.differentiable, strict=True)
+        values, parameters = ctx.graph.gradients(ctx.kept, [gradient for gradient, needed in pairs if needed])
+        return None, None, None, *values, *parameters
