@@ -72,6 +72,15 @@ def test_what_can_not_be_divided_or_cut_says_why() -> None:
     assert whole.refusal(Arrangement(replicas=2)) is None
 
 
+def test_short_passes_are_not_split() -> None:
+    """Other schedules run them as lists of operators, on a CPU."""
+    split = Arrangement(stages=2, schedule="zero-bubble", micro_batches=2, micro_batch=4)
+    assert "run without Python where backward is not split" in str(workload().refusal(split))
+    assert workload().refusal(replace(split, schedule="1f1b")) is None
+    assert MeasuredWorkload(PROFILE, 2, 8, scale=100.0).refusal(split) is None  # where they take longer
+    assert MeasuredWorkload(PROFILE, 2, 8, launch_s=1e-6).refusal(split) is None  # on devices with launches
+
+
 def test_this_host_is_a_cluster_of_what_was_measured() -> None:
     here = cluster_of(PROFILE, 2)
     assert (here.workers, here.device.flops_per_s, here.device.kind) == (2, 1e9, "cpu")

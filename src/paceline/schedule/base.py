@@ -15,6 +15,7 @@ from paceline.core.errors import InputError, check_int
 from paceline.core.mesh import StageReplica, StageReplicas
 from paceline.core.registry import declare, registered
 from paceline.core.text_form import parse_option, text_of
+from paceline.core.types import Seconds
 
 # Kinds of work on a micro-batch; backward is backward_input and backward_weight in one.
 Kind: TypeAlias = Literal["forward", "backward", "backward_input", "backward_weight", "update"]
@@ -26,6 +27,10 @@ LETTERS: dict[Kind, str] = {
     "backward_weight": "W",
     "update": "U",
 }
+
+# Forward passes of a part that take no longer than this are mostly Python and autograd, so on a CPU they run as a list
+# of operators, where backward is not split.
+SHORT_PASS_S: Seconds = 0.01
 
 _KINDS = {letter: kind for kind, letter in LETTERS.items()}
 _FORM = re.compile(r"(\d+)([A-Z])(\d+)")

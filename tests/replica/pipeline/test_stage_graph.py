@@ -27,7 +27,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[PartGraph]:
 
     monkeypatch.setattr(ShortPasses, "run", counted)
     monkeypatch.setattr(stage_graph, "WARM_S", 0.0)
-    monkeypatch.setattr(stage_graph, "SHORT_S", math.inf)
+    monkeypatch.setattr(stage_graph, "SHORT_PASS_S", math.inf)
     return found
 
 
@@ -65,7 +65,7 @@ def test_it_has_the_bits_of_plain_passes(
     graphs = gradients(kind, schedule, workers)
     assert made
     made.clear()
-    monkeypatch.setattr(stage_graph, "SHORT_S", 0.0)  # no pass is as short
+    monkeypatch.setattr(stage_graph, "SHORT_PASS_S", 0.0)  # no pass is as short
     plain = gradients(kind, schedule, workers)
     assert not made
     assert_equal(graphs, plain)
@@ -94,7 +94,7 @@ def test_a_part_that_errs_as_a_graph_goes_on_as_it_is(made: list[PartGraph], mon
         patch.setattr(stage_graph, "simplify", wrong)
         erring = gradients(Chain, "gpipe", 2)
     assert len(made) == 0
-    monkeypatch.setattr(stage_graph, "SHORT_S", 0.0)
+    monkeypatch.setattr(stage_graph, "SHORT_PASS_S", 0.0)
     assert_equal(erring, gradients(Chain, "gpipe", 2))
 
 

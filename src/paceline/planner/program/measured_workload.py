@@ -18,6 +18,7 @@ from paceline.planner.base import Arrangement, Call, LayerCost, Workload
 from paceline.planner.cluster import Cluster, Described, Device, DeviceGroup, Messages
 from paceline.planner.collective_times import GroupCollective, Knot, LatencyCurve, Measured
 from paceline.planner.program.profile import PipelinePart, Profile
+from paceline.schedule.base import SHORT_PASS_S
 
 # Spread of times that were measured on other devices: half to twice as much, since operators differ in their
 # bottleneck.
@@ -44,6 +45,8 @@ class MeasuredWorkload(Workload):
         self.name, self.numerics, self.provenance = profile.program, profile.numerics, profile.provenance
         self.flops = profile.flops
         self._busy = busy = profile.at_work(workers)
+        self._forwards: dict[float, Seconds] = {}
+        """Of the whole model, by the samples of a micro-batch."""
         self.spread = max(1.0 - busy.low, busy.high - 1.0) if scale == 1.0 else ELSEWHERE
 
     def faster(self, factor: float) -> "MeasuredWorkload":
@@ -113,7 +116,19 @@ class MeasuredWorkload(Workload):
             return f"the model can't be divided: {reason}"
         if arrangement.micro_batch < 1:
             return f"micro-batches of {arrangement.micro_batch:g} samples"
+        if arrangement.schedule == "zero-bubble" and not self.launch_s:
+            forward_s = self._forward_s(arrangement.micro_batch) / arrangement.stages
+            if forward_s <= SHORT_PASS_S:
+                return (
+                    f"forward passes of {1e3 * forward_s:.2g} ms, which run without Python where backward is not split"
+                )
         return None
+
+    def _forward_s(self, micro_batch: float) -> Seconds:
+        """Return the seconds of a forward pass of the whole model."""
+        if micro_batch not in self._forwards:
+            self._forwards[micro_batch] = sum(unit.of(micro_batch) for unit in self._busy.forward)
+        return self.scale * self._forwards[micro_batch]
 
 
 def cluster_of(profile: Profile, workers: int) -> Cluster:

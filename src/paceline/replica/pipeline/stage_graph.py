@@ -30,12 +30,10 @@ from paceline.replica.pipeline.micro_batches import MicroBatch
 from paceline.replica.pipeline.p2p_queue import Received
 from paceline.replica.pipeline.portals import InputPortals
 from paceline.replica.step_graph import form_of
+from paceline.schedule.base import SHORT_PASS_S
 
 # (results of the last part, target) -> what it sends, and the loss.
 WithLoss: TypeAlias = Callable[[list[Any], Tree], tuple[list[Any], Tensor]]
-
-# A forward pass that takes longer is mostly operators, and gains little.
-SHORT_S: Seconds = 0.01
 
 # Seconds of forward passes of one form before it is traced, which takes about as long: a short run is not held up.
 WARM_S: Seconds = 0.1
@@ -112,7 +110,7 @@ class ShortPasses:
         if form in self._graphs:
             return form, self._graphs[form]
         seconds, passes = self._spent[form]
-        if not (idle and passes) or seconds < WARM_S or seconds / passes > SHORT_S:
+        if not (idle and passes) or seconds < WARM_S or seconds / passes > SHORT_PASS_S:
             return form, None
         try:
             self._graphs[form] = self._checked(micro_batch, received)
