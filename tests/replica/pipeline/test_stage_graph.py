@@ -20,6 +20,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[PartGraph]:
     """The graphs that passes had, of which each form has one from its second pass on."""
     found: list[PartGraph] = []
     run = ShortPasses.run
+    stage_graph._importing().join()
 
     def counted(self: Any, graph: PartGraph, *words: Any) -> Any:
         found.append(graph)

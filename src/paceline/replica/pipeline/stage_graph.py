@@ -10,9 +10,12 @@ Both are the operators that PyTorch itself runs, in its order, so results have t
 part before they are used. A part that can't be traced, or whose graphs do something else, goes on as it is.
 """
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -110,7 +113,7 @@ class ShortPasses:
         if form in self._graphs:
             return form, self._graphs[form]
         seconds, passes = self._spent[form]
-        if not (idle and passes) or seconds < WARM_S or seconds / passes > SHORT_PASS_S:
+        if not (idle and passes) or seconds < WARM_S or seconds / passes > SHORT_PASS_S or _importing().is_alive():
             return form, None
         try:
             self._graphs[form] = self._checked(micro_batch, received)
@@ -194,6 +197,14 @@ class _Outputs(nn.Module):
             target = map_tree(lambda _: next(remaining), self._target)
             sent, loss = self._with_loss(list(self.compute(*given)), target)
             return *sent, loss
+
+
+@cache
+def _importing() -> threading.Thread:
+    """Return the thread that imports what tracing needs, which takes seconds: nobody waits for that."""
+    thread = threading.Thread(target=import_module, args=("torch._dynamo",), daemon=True)
+    thread.start()
+    return thread
 
 
 def checked_graph(module: nn.Module, arguments: Sequence[Tensor]) -> PartGraph:
