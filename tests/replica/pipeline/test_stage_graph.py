@@ -1,6 +1,7 @@
 """Passes that run as lists of operators: the bits of plain ones, and plain ones where they would do something else."""
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ from torch import nn
 from torch.fx import GraphModule
 
 from paceline.replica.pipeline import stage_graph
+from paceline.replica.pipeline.micro_batches import MicroBatch
+from paceline.replica.pipeline.stage import PipelineStage
 from paceline.replica.pipeline.stage_graph import PartGraph, ShortPasses
-from tests.replica.pipeline.hand_cuts import Chain, Norms, Skips, Tied
-from tests.replica.pipeline.pipeline_world import World, batches, program
+from tests.replica.pipeline.hand_cuts import Chain, Norms, Skips, Tied, by_hand
+from tests.replica.pipeline.pipeline_world import World, batches, build, program
 from tests.replica.pipeline.test_pipelined import Dropping
 
 
@@ -70,6 +73,30 @@ def test_it_has_the_bits_of_plain_passes(
     plain = gradients(kind, schedule, workers)
     assert not made
     assert_equal(graphs, plain)
+
+
+def test_gradients_may_come_in_any_order(made: list[PartGraph], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come by rank of their messages; a graph takes them by its outputs, of which two may have one shape."""
+    expected, backward, several = gradients(Skips, "gpipe", 3), PipelineStage.backward, list[int]()
+
+    def reversed_(self: Any, micro_batch: Any, given: Any, *words: Any, **options: Any) -> Any:
+        several.append(len(given))
+        return backward(self, micro_batch, dict(reversed(given.items())), *words, **options)
+
+    monkeypatch.setattr(PipelineStage, "backward", reversed_)
+    assert_equal(gradients(Skips, "gpipe", 3), expected)
+    assert made
+    assert max(several) > 1
+
+
+def test_unknown_objects_in_a_target_are_no_obstacle(made: list[PartGraph]) -> None:
+    class Unknown:
+        __hash__ = None  # type: ignore[assignment]
+
+    part = by_hand(build(Chain), ["l1"]).parts[1]
+    passes = ShortPasses(part, lambda outputs, target: (outputs, torch.zeros(())), nullcontext)
+    batch = MicroBatch(0, 1, [], {"x": Unknown()}, ())
+    assert passes.of(batch, [], idle=True) == (None, None)
 
 
 @pytest.mark.parametrize(

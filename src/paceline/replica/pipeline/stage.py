@@ -209,8 +209,10 @@ class PipelineStage:
         """
         run = self._run_of(micro_batch)
         run.portals.open(messages, send)
-        roots: list[object] = [run.edges[name] for name in gradients]
-        upstream = list(gradients.values())
+        # A graph takes them in the order of its outputs.
+        names = list(gradients if run.graph is None else run.edges)
+        roots: list[object] = [run.edges[name] for name in names]
+        upstream = [gradients[name] for name in names]
         if run.loss is not None:
             roots.append(run.loss)
             upstream.append(torch.full_like(run.loss, micro_batch.weight))

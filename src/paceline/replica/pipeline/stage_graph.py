@@ -32,7 +32,7 @@ from paceline.replica.pipeline.cut import Part
 from paceline.replica.pipeline.micro_batches import MicroBatch
 from paceline.replica.pipeline.p2p_queue import Received
 from paceline.replica.pipeline.portals import InputPortals
-from paceline.replica.step_graph import form_of
+from paceline.replica.step_graph import MOST, form_of
 from paceline.schedule.base import SHORT_PASS_S
 
 # (results of the last part, target) -> what it sends, and the loss.
@@ -109,9 +109,12 @@ class ShortPasses:
             idle: whether the part has no pass under way: a comparison writes its buffers, which autograd would notice.
         """
         values, target = list(received), micro_batch.target if self._with_loss is not None else ()
-        form = form_of(([micro_batch.inputs[leaf] for leaf in self._part.inputs], values, target))
-        if form in self._graphs:
-            return form, self._graphs[form]
+        try:
+            form = form_of(([micro_batch.inputs[leaf] for leaf in self._part.inputs], values, target))
+        except InputError:  # there is something in the target of which nobody knows
+            return None, None
+        if form in self._graphs or len(self._graphs) == MOST:
+            return form, self._graphs.get(form)
         seconds, passes = self._spent[form]
         if not (idle and passes) or seconds < WARM_S or seconds / passes > SHORT_PASS_S or _importing().is_alive():
             return form, None
