@@ -133,9 +133,9 @@ class OtherServers:
         return _Link(peer, events, words, taken=taken)
 
     def why(self, member: Member) -> str | None:
-        """Return why a server says that it has failed; None: it does not."""
+        """Return why a server says that it has failed, or why it is no more; None: nothing is known."""
         link = self._links.get(member)
-        return None if link is None else _told(link.words)
+        return self.ended.get(member) if link is None else _told(link.words)
 
     def send(self, event: str, args: Sequence[Any], counts: tuple[int, int]) -> None:
         """Send an event, or a request, that this server takes next itself.
