@@ -56,7 +56,7 @@ def measure(program: Program) -> dict[str, float]:
     inputs, targets = program.train
     batch = Batch(inputs, targets, SAMPLES)
     began = time.perf_counter()
-    compiled = autograd.compile(batch, [SAMPLES])
+    compiled = autograd.checked(CompiledLoss, batch, [SAMPLES])
     compile_s = time.perf_counter() - began
 
     def step_s(function: CompiledLoss | None) -> float:

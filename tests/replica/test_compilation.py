@@ -19,7 +19,7 @@ from paceline.replica import compilation
 from paceline.replica.base import Batch, GradientSink
 from paceline.replica.capture.capture import capture
 from paceline.replica.capture.input_spec import shapes_of
-from paceline.replica.compilation import CompiledPart
+from paceline.replica.compilation import CompiledLoss, CompiledPart
 from paceline.replica.flat_state import FlatLayout, read
 from paceline.replica.single import Autograd, Single
 from tests.engine import programs
@@ -248,7 +248,7 @@ def test_gradients_of_a_comparison_are_sent_to_nobody() -> None:
         state, out = read(module, layout.new()), layout.new()
         autograd = Autograd(program, module, layout, 0, "cpu")
         if compiles:
-            autograd.compiled = autograd.compile(batch_of(4), [4])
+            autograd.compiled = autograd.checked(CompiledLoss, batch_of(4), [4])
         replica, sink = Single(autograd), Taken()
         with replica.sending_gradients(sink):
             for clock, samples in enumerate(SIZES):

@@ -16,7 +16,7 @@ from paceline.replica import operator_list, step_graph
 from paceline.replica.base import Batch
 from paceline.replica.flat_state import FlatLayout, read
 from paceline.replica.single import Autograd
-from paceline.replica.step_graph import form_of
+from paceline.replica.step_graph import StepGraphs, form_of
 from tests.engine import programs
 
 
@@ -32,7 +32,7 @@ def autograd_of(program: Program) -> Autograd:
     module = program.build()
     layout = FlatLayout.of(module)
     autograd = Autograd(program, module, layout, 0, "cpu")
-    autograd.graphs = autograd.trace(batch_of(4), [])
+    autograd.graphs = autograd.checked(StepGraphs, batch_of(4), [])
     autograd.bind(read(module, layout.new()))
     return autograd
 

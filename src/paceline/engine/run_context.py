@@ -199,8 +199,8 @@ class RunContext:
         if compile := self.job.strategy.compile:
             # In virtual time all replicas train one module.
             if self._compiled is None:
-                made = autograd.trace if compile == GRAPH else autograd.compile
-                self._compiled = made(first_batch(self.job), self._batch_sizes(replica))
+                kind: Any = StepGraphs if compile == GRAPH else CompiledLoss
+                self._compiled = autograd.checked(kind, first_batch(self.job), self._batch_sizes(replica))
             if isinstance(self._compiled, StepGraphs):
                 autograd.graphs = self._compiled
             else:

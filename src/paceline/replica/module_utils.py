@@ -1,6 +1,6 @@
 """Modules: read their options, get one by name, build one within bounded memory, run one without leaving a trace."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self, TypeVar
 
@@ -71,6 +71,15 @@ def materialize(program: Program, spill: SpillAllocator) -> nn.Module:
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers of a model, each under the first of its names."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def add_gradients(parameters: Iterable[Tensor], gradients: Iterable[Tensor]) -> None:
+    """Add gradients that autograd has not computed to the parameters' ``grad``, as autograd does."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad += gradient
 
 
 def _named_like(cls: type[T], module: nn.Module) -> type[T]:

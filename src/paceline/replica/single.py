@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,8 @@ from paceline.replica.step_graph import StepGraphs
 from paceline.trace.recorder import AnyRecorder, NullRecorder
 
 NO_RECORDER = NullRecorder()
+
+Checked = TypeVar("Checked", CompiledLoss, StepGraphs)
 # Elements of a tensor, on average, from which a step on each by itself takes less time than a copy of all of them.
 HANDOFF_ELEMENTS = 4096
 
@@ -105,35 +108,22 @@ class Autograd:
         self.parameters = [parameters[name] for name in self.layout.parameter_names]
         self._buffers = [buffers[e.name] for b in self.layout.buffers for e in b.entries]
 
-    def compile(self, batch: Batch, samples: Sequence[int]) -> CompiledLoss:
-        """Return forward and loss, compiled and checked, for :attr:`compiled` of any replica that trains this module.
+    def checked(self, kind: type[Checked], batch: Batch, samples: Sequence[int]) -> Checked:
+        """Return the loss compiled, or as graphs, compared with the module, for any replica that trains this module.
 
         Args:
+            kind: which of them.
             batch: the first one.
             samples: sizes of the batches that will be trained with, as far as they are known.
 
         Raises:
-            InputError: as :meth:`~paceline.replica.compilation.CheckedCompilation.check`.
+            InputError: as the ``check`` of this kind.
         """
-        self._bind_any()
-        compiled = CompiledLoss(self._program, self.module, self.device)
-        compiled.check(batch, samples)
-        return compiled
-
-    def trace(self, batch: Batch, samples: Sequence[int]) -> StepGraphs:
-        """Return forward, loss and backward as graphs, checked, for :attr:`graphs`; as :meth:`compile` otherwise.
-
-        Raises:
-            InputError: as :meth:`~paceline.replica.step_graph.StepGraphs.check`.
-        """
-        self._bind_any()
-        graphs = StepGraphs(self._program, self.module, self.device)
-        graphs.check(batch, samples)
-        return graphs
-
-    def _bind_any(self) -> None:
-        """Bind the module to a state as it will train with: strides are part of what is compiled."""
+        # Strides of parameters are part of what is compiled, and in A they are those of flat vectors.
         self.bind(read(self.module, self.layout.new(device=self.device)))
+        made = kind(self._program, self.module, self.device)
+        made.check(batch, samples)
+        return made
 
     def check_new(self, batch: Batch) -> None:
         """Compare what is compiled with the module, if this batch is the first of its shapes; gradients stay.
@@ -409,12 +399,11 @@ class Single(Replica):
             self._autograd.write_buffers(out)
             if not self._samples:
                 return Measured(math.nan, 0, True)
+            micro = self._norms.norms() if self._norms is not None else None
             if self._late:
                 figures = LateFigures(self._unread, delta)
                 if self._hooks is None:  # else it is done bucket by bucket
                     zero_nonfinite(delta)
-                micro = self._norms.norms() if self._norms is not None else None
                 return Measured(math.nan, self._samples, True, micro, figures)
         loss = self._losses / self._samples
-        micro = self._norms.norms() if self._norms is not None else None
         return Measured(loss, self._samples, finite(delta, self._autograd.checked_loss(loss)), micro)

@@ -30,7 +30,7 @@ from paceline.replica.capture.difference import reordered_ulps
 from paceline.replica.capture.export import failing_line
 from paceline.replica.capture.input_spec import resized
 from paceline.replica.capture.verify import ModelError, Reasons, check, model_runs
-from paceline.replica.module_utils import WithLoss, preserve_state, tensors_of
+from paceline.replica.module_utils import WithLoss, add_gradients, preserve_state, tensors_of
 from paceline.replica.operator_list import Operators, as_it_is, operators_of
 
 WAY_OUT = "write compile=false"
@@ -123,11 +123,7 @@ class StepGraphs:
         if graph is None:
             return None
         loss, *gradients = self._run(graph, leaves((inputs, target)), weight)
-        for parameter, gradient in zip(graph.parameters, gradients, strict=True):
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad += gradient
+        add_gradients(graph.parameters, gradients)
         return loss
 
     def _run(self, graph: StepGraph, batch: Sequence[Tensor], weight: float = 1.0) -> Sequence[Tensor]:

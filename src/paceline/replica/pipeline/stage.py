@@ -291,7 +291,7 @@ class PipelineStage:
     def _run_graph(self, graph: PartGraph, micro_batch: MicroBatch, received: Sequence[Received]) -> ForwardPass:
         """Run a forward pass by its graph."""
         assert self._short is not None
-        portals, counter = InputPortals(), self._counter(micro_batch)
+        portals = InputPortals()
         for crossing, (value, differentiable) in zip(self.part.received, received, strict=True):
             if differentiable and isinstance(value, Tensor):
                 portals.expect(crossing.name, value)
@@ -300,8 +300,8 @@ class PipelineStage:
         loss = outputs.pop() if self.is_last else None
         sent = [Received(*each) for each in zip(outputs, graph.differentiable, strict=False)]
         edges = {each.name: None for each, (_, needed) in zip(self.part.sent, sent, strict=True) if needed}
-        counter.add(kept)
-        return ForwardPass(sent, edges, loss, portals, None, counter.nbytes, graph=(graph, kept))
+        saved = self._saved_bytes[micro_batch.shapes]  # autograd kept the same, before there was a graph
+        return ForwardPass(sent, edges, loss, portals, None, *saved, graph=(graph, kept))
 
     def _enter(
         self, stack: ExitStack, micro_batch: MicroBatch, weight_grads: DeferredWeightGrads | None, *, again: bool

@@ -26,7 +26,7 @@ from paceline.core.errors import InputError
 from paceline.core.types import Seconds
 from paceline.program import Tree, leaves, map_tree
 from paceline.replica.capture.verify import check
-from paceline.replica.module_utils import preserve_state, tensors_of
+from paceline.replica.module_utils import add_gradients, preserve_state, tensors_of
 from paceline.replica.operator_list import Operators, as_it_is, operators_of, simplify
 from paceline.replica.pipeline.cut import Part
 from paceline.replica.pipeline.micro_batches import MicroBatch
@@ -149,12 +149,7 @@ class ShortPasses:
         values, parameters = graph.gradients(kept, upstream)
         for index, gradient in zip(graph.values, values, strict=True):
             portals.send(self._part.received[index - len(self._part.inputs)].name, gradient)
-        for name, gradient in zip(graph.names, parameters, strict=True):
-            parameter = self._named[name]
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                parameter.grad += gradient
+        add_gradients([self._named[name] for name in graph.names], parameters)
 
     def _arguments(self, micro_batch: MicroBatch, received: Sequence[Received]) -> list[Any]:
         inputs = [micro_batch.inputs[leaf] for leaf in self._part.inputs]
