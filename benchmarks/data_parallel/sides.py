@@ -8,7 +8,8 @@ import importlib.metadata
 import importlib.util
 import itertools
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,9 @@ from torch.optim import Optimizer
 
 WARM_UP = 3
 """Steps that do not count."""
+
+BEGAN = deque[float]()
+"""When each step of the newest turn of ours asked for its batch. No list: ranks compare what is in those."""
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9),
@@ -112,26 +116,25 @@ def ours(engine: str, words: str, job: Job) -> Turn:
     import paceline
 
     trained = task(job.model)
+    BEGAN.clear()
+
+    def batches(replica: int, replicas: int, seed: int) -> Iterator[Any]:
+        one = trained.batch(job.batch, replica)  # the same again and again, as on the other sides
+        while True:
+            BEGAN.append(time.perf_counter())
+            yield one
+
     program = paceline.Program(
         model=trained.make,
         loss=trained.loss,
         optimizer=OPTIMIZERS[job.optimizer],
-        train=lambda replica, replicas, seed: itertools.repeat(trained.batch(job.batch, replica)),
+        train=batches,
         batch_size=job.batch,
         seed=SEED,
     )
-    times: list[float] = []
-    steps = WARM_UP + job.steps
-
-    def loop(worker: Any) -> None:
-        one = next(worker.batches())  # the same again and again, as on the other sides
-        for _ in range(steps):
-            began = time.perf_counter()
-            worker.step(one)
-            times.append(time.perf_counter() - began)
-
-    strategy = f"replicas={dist.get_world_size()} threads=1 {words}"
-    run = paceline.launch(loop, program, strategy, engine=engine, steps=steps, evaluate_every=10**6, progress=False)
+    strategy, steps = f"replicas={dist.get_world_size()} threads=1 {words}", WARM_UP + job.steps
+    run = paceline.train(program, strategy, engine=engine, steps=steps, evaluate_every=10**6, progress=False)
+    times = [after - before for before, after in itertools.pairwise(list(BEGAN)[-steps:])]  # of all but the last
     return Turn(times[WARM_UP:], dict(run.state), run.summary["payload_bytes_per_step"])
 
 

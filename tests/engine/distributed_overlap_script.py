@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline import launch, train
-from paceline.engine.distributed import overlap
+from paceline.engine.distributed import gradient_buckets, overlap
 from tests.engine import programs
 from tests.engine.distributed_cases import CASES, GRAPHS, OVERLAPPED, UNDIVIDED, attempt, keep, program, told
 
@@ -97,7 +97,7 @@ keep(folder, "shm", told(train(program(), f"replicas={ranks}", steps=2, engine="
 for name in GRAPHS:
     graph = replace(OVERLAPPED[name], strategy=f"{OVERLAPPED[name].strategy} compile=graph")
     keep(folder, f"{name}, graph", told(graph.run(ranks, "distributed:gloo")))
-overlap.APART_BYTES = 1  # each parameter is large
+gradient_buckets.APART_BYTES = 1  # each parameter is large
 for name in [*OVERLAPPED][::2]:
     keep(folder, f"{name}, apart", told(OVERLAPPED[name].run(ranks, "distributed:shm")))
 torch.manual_seed(0)

@@ -11,7 +11,7 @@ import torch
 from paceline import InputError, Run
 from paceline.api.train import check
 from paceline.core.mesh import Mesh
-from paceline.engine.distributed.zero1 import ZeroPartition
+from paceline.engine.distributed.zero_partition import ZeroPartition
 from paceline.engine.local.engine import LocalEngine
 from paceline.engine.spmd.communicator import Communicator
 from paceline.engine.spmd.rank_context import holders
@@ -96,8 +96,8 @@ def test_a_piece_knows_what_is_whose() -> None:
     pieces = [ZeroPartition.even(block, torch.zeros(8), delta, rank, 3) for rank in range(3)]
     for rank, piece in enumerate(pieces):
         piece.own.delta.copy_(delta[2 * rank : 2 * rank + 2])
-    assert pieces[0].shared is not None
-    each = [list(piece.of(block, {"bias"})) for piece in (*(p.own for p in pieces), pieces[0].shared)]
+    assert pieces[0].common is not None
+    each = [list(piece.of(block, {"bias"})) for piece in (*(p.own for p in pieces), pieces[0].common)]
     assert [[tensor.tolist() for tensor in of] for of in each] == [[], [], [], [[6.0, 7.0]]]
     assert [t.tolist() for t in pieces[2].own.of(block, {"weight", "bias"})] == [[4.0, 5.0]]
 

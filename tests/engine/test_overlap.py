@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from paceline import PacelineError, Strategy
 from paceline.engine.base import Budget, Job
-from paceline.engine.distributed.overlap import Bucket, Overlap, cut, cut_apart, pays
+from paceline.engine.distributed.gradient_buckets import Bucket, cut, cut_apart
+from paceline.engine.distributed.overlap import Overlap, pays
 from paceline.engine.distributed.reduce_buffer import ReduceBuffer
 from paceline.engine.spmd.communicator import Traffic
 from paceline.engine.spmd.launch_env import LaunchEnv

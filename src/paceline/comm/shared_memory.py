@@ -51,12 +51,13 @@ class SharedMemory:
     >>> segment.close()
     """
 
-    def __init__(self, fd: int, size_bytes: int, *, writable: bool = True) -> None:
+    def __init__(self, fd: int, size_bytes: int, *, writable: bool = True, private: bool = False) -> None:
         """Map an ``fd`` that was created, inherited or received, and take it over: ``close`` closes it."""
         self.fd, self.size_bytes, self._writable = fd, size_bytes, writable
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
         try:
-            self._map: mmap.mmap | None = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, access)
+            self._map: mmap.mmap | None = mmap.mmap(fd, size_bytes, flags, access)
         except (OSError, ValueError, OverflowError) as error:
             os.close(fd)
             raise _no_memory(size_bytes, str(error)) from error
@@ -109,6 +110,10 @@ class SharedMemory:
     def readable(self) -> "SharedMemory":
         """Map the same memory again, read-only: a write is a SIGSEGV."""
         return SharedMemory(os.dup(self.fd), self.size_bytes, writable=False)
+
+    def private(self) -> "SharedMemory":
+        """Map the same memory again, copy-on-write: what is written there no other process sees."""
+        return SharedMemory(os.dup(self.fd), self.size_bytes, private=True)
 
     @property
     def pages(self) -> mmap.mmap:

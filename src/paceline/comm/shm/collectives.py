@@ -255,8 +255,12 @@ def reduce_scatter(rounds: StagedRounds, out: Tensor, parts: Sequence[Tensor], r
         own = parts[rank][start : start + slot]
         shown = [_slot(stage, slot, rank, own) for stage in stages]
         place, shown[rank] = shown[rank], own
-        _reduce(shown, rule, place)  # not into out, which may be the own part itself
-        out[start : start + slot].copy_(place)
+        result = out[start : start + slot]
+        if rank > 1 and result.data_ptr() == own.data_ptr():  # it would be written before it is read
+            _reduce(shown, rule, place)
+            result.copy_(place)
+        else:
+            _reduce(shown, rule, result)
 
 
 def all_gather(rounds: StagedRounds, outs: Sequence[Tensor], x: Tensor) -> Steps:

@@ -163,6 +163,7 @@ class DistributedRun:
             build = (ModelParallelShard if flushes else AsyncStageShard) if job.strategy.spread else WholeModelShard
             self._shard: RankShard = build(RankSetup(run_context, context, backend, module, layout))
             shard = self._shard
+        closing.callback(self._shard.release)
         give_back_freed_memory()
         self._clock = SyncedClock(context.registry.clock_offset_ns)
         self._coordinator = ReplicatedCoordinator(run_context, context, shard, self._clock, layout, digest, watch)
@@ -178,7 +179,8 @@ class DistributedRun:
         self._sink, self._spans = InMemorySink(), SpanLog(job.trace, *place)
         closing.callback(self._spans.close)
         self._metrics = WorkerMetrics(self._sink, place.replica, self._spans.recorder, 0, run_context.per_step)
-        self._divergence = DivergenceCheck(context, shard.state.vectors, job.strategy.mesh.parts)
+        compared = shard.state.vectors if shard.shared is None else shard.state.buffers  # there is one memory of A
+        self._divergence = DivergenceCheck(context, compared, job.strategy.mesh.parts)
         self._reports = LoopReports(job, context, watch, by_store=job.engine == DistributedEngine.name)
         self._stop_event = threading.Event()
         """Set by the first Ctrl-C."""
@@ -233,6 +235,7 @@ class DistributedRun:
             self._reports.collect(at_once=True)
             self._checkpointer.finish(coordinator.now)
             coordinator.finish()
+            shard.release()
             self._watch(replace(coordinator.loop.history.progress("scoring", coordinator.now), fraction=None))
             return self._gather_outcome(coordinator.evaluate_rest(lambda: interrupts.insisted))
 

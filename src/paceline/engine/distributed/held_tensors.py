@@ -131,7 +131,7 @@ def zero_tensors(
     writes = among(owned)
 
     def writes_slot(entry: TensorEntry, name: str) -> bool:
-        return writes(name) and (first or id(entry) not in update.shared_entries)
+        return writes(name) and (first or id(entry) not in update.common_entries)
 
     describe = SliceChunks(part, update.slices) if update.slices else part
     return HeldTensors(state, update.optimizer, describe, lambda name: first and writes(name), writes_slot)

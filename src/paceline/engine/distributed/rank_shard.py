@@ -8,8 +8,10 @@ from types import MappingProxyType
 from typing import Any, final
 
 import torch
+from torch import nn
 
 from paceline.aggregation import text_of
+from paceline.comm.shm.process_group import NAME as SHM
 from paceline.compression import parse
 from paceline.core.errors import InputError
 from paceline.core.mesh import Coordinate
@@ -17,11 +19,13 @@ from paceline.core.types import Version
 from paceline.device import CPU
 from paceline.engine.distributed.exchange import GradientSync, ModelParallelSync, Turns
 from paceline.engine.distributed.fsdp import FsdpModule, FsdpReplica, FsdpUpdate
+from paceline.engine.distributed.gradient_buckets import GradientBuckets
 from paceline.engine.distributed.held_tensors import HeldTensors, among, part_tensors, zero_tensors
 from paceline.engine.distributed.kept_residuals import KeptResiduals
 from paceline.engine.distributed.norms import DeltaNorms, NoiseObserver
-from paceline.engine.distributed.overlap import Overlap, build_overlap
+from paceline.engine.distributed.overlap import build_overlap
 from paceline.engine.distributed.reduce_buffer import ReduceBuffer
+from paceline.engine.distributed.shared_parameters import SharedParameters
 from paceline.engine.distributed.sync_batchnorm import BatchNormGroup, SynchronisedBatchNorm
 from paceline.engine.distributed.update import ModelParallelUpdate, ReplicatedUpdate, ShardState, Update
 from paceline.engine.distributed.zero1 import ZeroOptimizer, pays
@@ -34,7 +38,7 @@ from paceline.engine.spmd.shard_views import PartChunks
 from paceline.engine.spmd.tensor_parallel_rank import TensorParallelRank
 from paceline.replica.base import Replica, micro_steps
 from paceline.replica.flat_state import FlatLayout, FlatState, read
-from paceline.replica.local_sgd import KeepsState, LocalSGD
+from paceline.replica.local_sgd import KeepsState, LocalSGD, autograd_of
 from paceline.replica.noise_estimator import Preconditioner
 from paceline.replica.own_parameters import Exchange
 from paceline.replica.pipeline.async_stage import AsyncStage
@@ -51,6 +55,12 @@ class RankShard(ABC):
     """Of this rank among all workers."""
     state: FlatState
     """The part of A that this rank's replica reads."""
+    shared: SharedParameters | None = None
+    """A in memory that other ranks share, which has :attr:`state`; None: it is this rank's own."""
+    trained: nn.Module | None = None
+    """The model that the replica trains, where it is the program's; None: it has a part of it."""
+    autograd: Autograd | None = None
+    """Computes the gradients of that model, once the replica is built."""
     reduce_buffer: ReduceBuffer
     contribution: ReduceBuffer | None = None
     """This rank's Δ, if it is kept until a round is complete everywhere; None: it is in the reduce buffer."""
@@ -65,8 +75,8 @@ class RankShard(ABC):
     """Number of a Δ -> how many updates the A that it reads has had; None: as many as where the policy sends it."""
     worker: AsyncStage | Pipelined | TensorParallel | None = None
     """The replica's part on this rank, once it is built, if it has several ranks."""
-    overlap: Overlap | None = None
-    """Sums Δ during the backward pass; None: the exchange does after it."""
+    overlap: GradientBuckets | None = None
+    """Takes the gradients of Δ one by one; None: they are in the reduce buffer when the exchange begins."""
     batchnorm_group: BatchNormGroup | None = None
     """Ranks whose samples BatchNorm layers normalise together; None: each rank alone."""
     fsdp: FsdpModule | None = None
@@ -97,6 +107,14 @@ class RankShard(ABC):
     def held(self) -> HeldTensors:
         """Return the tensors of this rank, for a checkpoint."""
 
+    def release(self) -> None:
+        """Have the trained model in memory of this process alone, once updates of A have ended on all ranks."""
+        shared, self.shared = self.shared, None
+        if shared is not None:
+            private = shared.release()
+            if self.autograd is not None:
+                self.autograd.bind(private)
+
     def _adds_up_in_place(self, replica: Single | Pipelined | TensorParallel) -> None:
         """Let gradients be added up in the buffer of Δ, for a device's memory to have them once.
 
@@ -122,7 +140,7 @@ class WholeModelShard(RankShard):
     def __init__(self, setup: RankSetup) -> None:
         self._setup, job, world = setup, setup.run_context.job, setup.context.world
         communicator, strategy = setup.context.communicator, job.strategy
-        self.coordinate = Coordinate(world.rank)
+        self.coordinate, self.trained = Coordinate(world.rank), setup.module
         device = torch.device(setup.run_context.device(world.rank))
         self.state = read(setup.module, setup.layout.new(device=device))
         self.parameter_bytes = setup.layout.parameter_bytes
@@ -132,6 +150,11 @@ class WholeModelShard(RankShard):
             self.parameter_bytes = self.fsdp.shard.layout.nbytes
             self.state = FlatState(FlatLayout((), self.state.layout.buffers), [], self.state.buffers)
             self.full_state = functools.partial(self.fsdp.full_state, self.state)
+        self._divides = communicator is not None and self.fsdp is None and self._partitions_optimizer()
+        """Whether each rank has a part of the optimizer's state."""
+        if self._divides and setup.backend == SHM and device == CPU:
+            self.shared = SharedParameters.of(self.state, setup.context)
+            self.state = self.state if self.shared is None else self.shared.state
         self.reduce_buffer = ReduceBuffer(self.state.layout, world.size, device, norms=job.noise_scale)
         if job.survives_deaths and communicator is not None:
             self.contribution = ReduceBuffer(self.state.layout, world.size, device)
@@ -152,9 +175,8 @@ class WholeModelShard(RankShard):
             summed = strategy.accumulate > 1 or policy.collective == "sum" or self.fsdp is not None
             self.batchnorm_group = BatchNormGroup(communicator, world.rank, summed)
 
-        # Gradients are summed as they come only where nothing has to be known of the whole Δ before.
-        overlaps = isinstance(update, ReplicatedUpdate) and strategy.compression == "none"
-        overlaps &= not setup.run_context.local_sgd
+        # Gradients are taken as they come only where nothing has to be known of the whole Δ before.
+        overlaps = strategy.compression == "none" and not setup.run_context.local_sgd
         overlaps &= self.batchnorm_group is None and job.on_nonfinite != "skip" and not job.survives_deaths
         if job.noise_scale:  # each gradient is measured as it is handed over
             overlaps &= strategy.accumulate == 1
@@ -167,28 +189,37 @@ class WholeModelShard(RankShard):
             norms = DeltaNorms(job, self.reduce_buffer.state, setup.layout.parameter_names, setup.layout)
             norms.preconditioner = Preconditioner(update.optimizer)
             self.noise = NoiseObserver(setup.run_context, norms, from_statuses=False, late=self.late)
-        build = functools.partial(build_overlap, late=self.late)
-        self.overlap = build(job, setup.context, setup.backend, self.reduce_buffer) if overlaps else None
+        if overlaps and isinstance(update, ReplicatedUpdate):
+            self.overlap = build_overlap(job, setup.context, setup.backend, self.reduce_buffer, late=self.late)
+        elif overlaps and isinstance(update, ZeroOptimizer):
+            self.overlap = update.gradients
         vectors = update.reduced_vectors if self.overlap is None else self.reduce_buffer.tails()
         turns = Turns.of(setup.run_context.delta, setup.layout, setup.layout)
         self.status_sync = GradientSync(
             self.reduce_buffer, vectors, world.rank, communicator, self.contribution, turns, self.late
         )
 
+    def _partitions_optimizer(self) -> bool:
+        setup, job = self._setup, self._setup.run_context.job
+        strategy = job.strategy
+        if strategy.shard_optimizer is not None:
+            return strategy.shard_optimizer
+        chosen = strategy.compression == "none" and strategy.device == "cpu" and not job.noise_scale
+        chosen &= not setup.run_context.local_sgd and job.loop is None  # whose optimizer may change the options
+        # The state of a rank that dies would be lost.
+        chosen &= not job.survives_deaths
+        return chosen and pays(job.program, setup.layout, setup.backend)
+
     def _build_update(self) -> Update:
         setup, job, world = self._setup, self._setup.run_context.job, self._setup.context.world
         communicator, strategy = setup.context.communicator, job.strategy
         if communicator is not None and self.fsdp is not None:
             return FsdpUpdate(job.program, self.fsdp, self.reduce_buffer, self.state, communicator)
-        zero = strategy.shard_optimizer
-        chosen = strategy.compression == "none" and strategy.device == "cpu" and not job.noise_scale
-        chosen &= not setup.run_context.local_sgd and job.loop is None  # whose optimizer may change the options
-        if zero is None and chosen and not job.survives_deaths:  # the state of a rank that dies would be lost
-            zero = pays(job.program, setup.layout, setup.backend, world.size)
-        if communicator is not None and zero:
+        if communicator is not None and self._divides:
             shard = ShardState(self.state, self.state.layout, self.state.layout.parameter_names)
             group = SubGroup(communicator, world.rank)
-            return ZeroOptimizer(job.program, self.reduce_buffer, shard, group, communicator)
+            shares = self.shared is not None
+            return ZeroOptimizer(job.program, self.reduce_buffer, shard, group, communicator, shares=shares)
         # The only Δ is the sum of all: a device has no other vectors for it.
         combined = None if self.state.device == CPU or job.noise_scale else self.reduce_buffer.state
         context = setup.run_context
@@ -208,6 +239,7 @@ class WholeModelShard(RankShard):
         context, rank, module = self._setup.run_context, self.coordinate.replica, self._setup.module
         if self.fsdp is None:
             replica = context.replica(rank, module, self._setup.layout, recorder, late=self.late)
+            self.autograd = autograd_of(replica)
             if isinstance(replica, LocalSGD):
                 self.own, self.takes_over = replica, replica.exchange
             elif isinstance(replica, Single) and not context.job.noise_scale:  # which needs each micro-step's own

@@ -12,12 +12,14 @@ run (``until=``, ``callbacks=``), rank 0 evaluates at once, and training time st
 record.
 """
 
+import copy
 import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from paceline.aggregation.base import Apply, Arrival
 from paceline.comm.shared_memory import SpillAllocator
@@ -36,9 +38,10 @@ from paceline.engine.evaluation import EvaluationQueue
 from paceline.engine.loop import RunLoop
 from paceline.engine.run_context import RunContext
 from paceline.engine.spmd.rank_context import RankContext
+from paceline.program import Program
 from paceline.replica.base import micro_steps
 from paceline.replica.flat_state import FlatLayout, FlatState
-from paceline.replica.module_utils import materialize
+from paceline.replica.module_utils import materialize, tensors_of
 
 
 class SyncedClock:
@@ -57,6 +60,18 @@ class SyncedClock:
     def now_ns(self) -> Nanoseconds:
         """Return the training time so far."""
         return time.monotonic_ns() + self.ahead_ns - self.began_ns - self.paused_ns
+
+
+def fresh(program: Program, trained: nn.Module | None) -> nn.Module:
+    """Return the program's model, none of which is trained: ``model`` may return the same tensors again and again.
+
+    Args:
+        program: of the run.
+        trained: the model that this process trains; None: none.
+    """
+    model = materialize(program, SpillAllocator())
+    known = set() if trained is None else set(map(id, tensors_of(trained).values()))
+    return copy.deepcopy(model) if any(id(tensor) in known for tensor in tensors_of(model).values()) else model
 
 
 # Attributes of a coordinator that are the same on all ranks.
@@ -90,7 +105,7 @@ class ReplicatedCoordinator:
         assert policy.collective is not None, "another policy was not refused"
         self._rank_context, self._world, self._run_context = rank_context, rank_context.world, context
         self._job, self._shard, self._clock = context.job, shard, clock
-        build, device = lambda: materialize(program, SpillAllocator()), torch.device(context.device(self._world.rank))
+        build, device = functools.partial(fresh, program, shard.trained), torch.device(context.device(self._world.rank))
         self._queue = EvaluationQueue(program, layout.nbytes * self._world.local_size, build, device)
         self._snapshots = 0
         self._records: list[Record] = []
@@ -300,7 +315,8 @@ class ReplicatedCoordinator:
         """Return the A that this rank's replica was sent."""
         sent, self._sent, self._unread = self._sent, None, False
         if sent is None:
-            sent = self._shard.state
+            shared = self._shard.shared
+            sent = self._shard.state if shared is None else shared.readable
             sent.version = self.decisions.version
         return sent
 

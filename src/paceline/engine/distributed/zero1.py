@@ -9,25 +9,29 @@
 Where an optimizer treats each element alone, the part is cut anywhere; one that looks at whole parameters gets whole
 ones. With replicas of one worker the part is A; with replicas of stages and shards each worker has another part, and
 its peers in the other replicas the same.
+
+Replicas of one worker on one host have A in memory that they share (:mod:`.shared_parameters`), so that nothing has to
+be gathered::
+
+    Δ of all of them --- reduce-scatter ---> Σ Δ of my slice -- step on my slice of the only A -- wait for the others
 """
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, NamedTuple, final
+from typing import final
 
 import torch
 from torch import Tensor
 
-from paceline.core.partitioning import cut_at_borders
+from paceline.comm.shm.process_group import NAME as SHM
 from paceline.core.types import Version
+from paceline.engine.distributed.gradient_buckets import GradientBuckets, apart_pays, cut_apart
 from paceline.engine.distributed.reduce_buffer import ReduceBuffer
 from paceline.engine.distributed.update import ShardState, Update, clip_across_ranks
+from paceline.engine.distributed.zero_partition import SharedPartition, ZeroPartition, ZeroSlice
 from paceline.engine.spmd.communicator import Communicator
 from paceline.engine.spmd.rank_context import SubGroup
 from paceline.program import Program
 from paceline.replica.flat_optimizer import FlatOptimizer
-from paceline.replica.flat_state import DtypeBuffer, FlatLayout, FlatState, TensorEntry
+from paceline.replica.flat_state import DtypeBuffer, FlatLayout, FlatState
 from paceline.replica.optimizer_factory import (
     build_optimizer,
     is_elementwise,
@@ -36,141 +40,45 @@ from paceline.replica.optimizer_factory import (
     shape_only_parameters,
 )
 
+# Elements of A from which on it pays, measured.
+LEAST_ELEMENTS = 300_000
 
-class ZeroSlice(NamedTuple):
-    """A slice of one vector of A that a rank steps on.
 
-    Args:
-        start: offset in the vector.
-        state: the slice of A.
-        delta: the slice of Σ Δ.
+def pays(program: Program, layout: FlatLayout, backend: str) -> bool:
+    """Return whether ZeRO-1 should make a step of replicas of one worker quicker than the whole optimizer on each rank.
+
+    Where ranks share the memory of A, 300,000 elements or more took 0.71 to 0.92 of the time with 2 and 4 ranks under
+    SGD, with and without momentum, and Adam; 20 million 0.55 to 0.86. Fewer took up to 1.14 of it, and over Gloo, where
+    A is gathered, all sizes 1.3 and more (benchmarks/data_parallel).
     """
-
-    block: DtypeBuffer
-    start: int
-    state: Tensor
-    delta: Tensor
-
-    def of(self, block: DtypeBuffer, names: Collection[str]) -> Iterator[Tensor]:
-        """Yield the elements of Σ Δ in this slice that belong to these parameters of the vector.
-
-        Args:
-            block: layout of the whole vector.
-            names: of some of its parameters.
-        """
-        for entry in block.entries:
-            start, stop = max(0, entry.start - self.start), min(len(self.delta), entry.stop - self.start)
-            if start < stop and entry.name in names:
-                yield self.delta[start:stop]
-
-
-@dataclass(frozen=True)
-class ZeroPartition:
-    """The partition of one vector among ranks, as one rank sees it: its slice, and the rows that collectives move.
-
-    Build it by :meth:`even` or :meth:`by_parameters`.
-
-    Args:
-        own: the slice that this rank alone steps on; its Δ is the front of ``_row``.
-        _delta_rows: a row of Δ for each rank.
-        _state_rows: a row of A for each rank.
-        _row: this rank's, apart from the others: a collective's input and output must not overlap.
-        shared: the slice that every rank steps on; its Δ is summed in the exchange. None: there is none.
-        _unequal: slices of A and of Δ of each rank, to be copied from and to the rows; None: rows are in place.
-    """
-
-    own: ZeroSlice
-    _delta_rows: Tensor
-    _state_rows: Tensor
-    _row: Tensor
-    shared: ZeroSlice | None = None
-    _unequal: tuple[list[Tensor], list[Tensor]] | None = None
-
-    @classmethod
-    def even(cls, block: DtypeBuffer, a: Tensor, delta: Tensor, rank: int, ranks: int) -> "ZeroPartition":
-        """Cut a vector into equal slices in place; all ranks step on the rest, fewer elements than there are ranks.
-
-        ::
-
-            rank 0: . . . | rank 1: . . . | rank 2: . . . | all: . .
-
-        Args:
-            block: layout of the vector.
-            a: the vector of A.
-            delta: the vector of Δ.
-            rank: of this process in its group.
-            ranks: of the group.
-        """
-        each = block.elements // ranks
-        body = each * ranks
-        states, deltas = a[:body].view(ranks, each), delta[:body].view(ranks, each)
-        row = torch.zeros_like(states[rank])
-        own = ZeroSlice(_elements(block.dtype, rank * each, each), rank * each, states[rank], row)
-        rest = ZeroSlice(_elements(block.dtype, body, block.elements - body), body, a[body:], delta[body:])
-        return cls(own, deltas, states, row, rest if rest.block.elements else None)
-
-    @classmethod
-    def by_parameters(cls, block: DtypeBuffer, a: Tensor, delta: Tensor, rank: int, ranks: int) -> "ZeroPartition":
-        """Cut a vector into slices of whole parameters: unequal, so they are sent in rows as long as the longest.
-
-        Args:
-            block: layout of the vector.
-            a: the vector of A.
-            delta: the vector of Δ.
-            rank: of this process in its group.
-            ranks: of the group.
-        """
-        cut = cut_at_borders([entry.stop - entry.start for entry in block.entries], ranks)
-        states, deltas = ([whole[start:stop] for start, stop in pairwise(cut)] for whole in (a, delta))  # by rank
-        longest = max(map(len, states))
-        rows, row = a.new_zeros(ranks, longest), a.new_zeros(longest)
-        start, stop = cut[rank], cut[rank + 1]
-        inside = [entry for entry in block.entries if start <= entry.start and entry.stop <= stop]
-        entries = (TensorEntry(e.name, e.shape, e.start - start, e.stop - start) for e in inside)
-        own = ZeroSlice(DtypeBuffer(block.dtype, tuple(entries)), start, states[rank], row[: stop - start])
-        return cls(own, rows, rows, row, _unequal=(states, deltas))
-
-    def begin_reduce_scatter(self, communicator: Communicator) -> Any:
-        """Begin to sum Δ, each rank's slice on that rank; returns the work to wait for."""
-        for row, part in zip(self._delta_rows, self._unequal[1], strict=True) if self._unequal else ():
-            row[: len(part)] = part
-        return communicator.reduce_scatter(self._delta_rows, self._row)
-
-    def begin_all_gather(self, communicator: Communicator) -> Any:
-        """Begin to gather all slices of the new A; returns the work to wait for before :meth:`unpack`."""
-        self.own.delta.copy_(self.own.state)
-        return communicator.all_gather(self._state_rows, self._row)
-
-    def unpack(self) -> None:
-        """Write the gathered slices into A, unless they were gathered in place."""
-        for row, part in zip(self._state_rows, self._unequal[0], strict=True) if self._unequal else ():
-            part.copy_(row[: len(part)])
-
-
-def _elements(dtype: torch.dtype, start: int, count: int) -> DtypeBuffer:
-    """Lay elements out as one tensor, whatever parameters they belong to."""
-    entry = TensorEntry(f"{start}:{start + count}", torch.Size([count]), 0, count)
-    return DtypeBuffer(dtype, (entry,) if count else ())
-
-
-# Measured bounds from which on it pays.
-LEAST_RANKS, LEAST_ELEMENTS = 4, 1_000_000
-
-
-def pays(program: Program, layout: FlatLayout, backend: str, ranks: int) -> bool:
-    """Return whether ZeRO-1 should make a step faster than the whole optimizer on each rank.
-
-    With 4 ranks on shared memory and a million elements or more it took 0.85 to 0.92 of the time under Adam and under
-    SGD with momentum; with 2 ranks 1.01 to 1.12 of it, and over Gloo 1.3 and more (benchmarks/data_parallel). Plain SGD
-    keeps no state, so there is nothing to partition.
-    """
-    elements = sum(block.elements for block in layout.parameters)
-    if backend != "shm" or ranks < LEAST_RANKS or elements < LEAST_ELEMENTS:
+    if backend != SHM or sum(block.elements for block in layout.parameters) < LEAST_ELEMENTS:
         return False
     parameters = list(shape_only_parameters(layout).values())
-    optimizer = build_optimizer(program.optimizer, parameters)
-    stateful = not isinstance(optimizer, torch.optim.SGD) or bool(optimizer.param_groups[0]["momentum"])
-    return stateful and is_elementwise(optimizer, len(parameters))
+    return is_elementwise(build_optimizer(program.optimizer, parameters), len(parameters))
+
+
+@final
+class HeldGradients(GradientBuckets):
+    """Keeps the gradients of Δ where autograd has left them, until the update sums them."""
+
+    def __init__(self, buffer: ReduceBuffer) -> None:
+        layout = buffer.state.layout
+        self._held = list[Tensor | None]()
+        super().__init__(cut_apart(layout), layout, buffer.state.parameters, early=False)
+
+    def wait(self, description: str) -> None:
+        """Be ready for the next Δ: the update waits for the sums."""
+        del description
+        self._reset()
+
+    def take(self) -> list[Tensor | None]:
+        """Return what this rank contributes to each bucket, None where it is in the vector; it is not held any more."""
+        held, self._held = self._held, []
+        return held
+
+    def _start(self, part: Tensor, given: Tensor | None) -> None:
+        del part
+        self._held.append(given)
 
 
 @final
@@ -183,28 +91,32 @@ class ZeroOptimizer(Update):
         shard: this rank's part of A.
         group: the ranks that have the same part.
         communicator: of all ranks; sums the norm of the whole Δ.
+        shares: whether these ranks share the memory of that part.
     """
 
     def __init__(
-        self, program: Program, buffer: ReduceBuffer, shard: ShardState, group: SubGroup, communicator: Communicator
+        self,
+        program: Program,
+        buffer: ReduceBuffer,
+        shard: ShardState,
+        group: SubGroup,
+        communicator: Communicator,
+        *,
+        shares: bool = False,
     ) -> None:
         self._buffer, self._state, self._group, self._all = buffer, shard.state, group.communicator, communicator
         self._clip_norm = program.clip_norm
         layout, full = shard.state.layout, shard.full_layout
         parameters = list(shape_only_parameters(full).values())
         anywhere = is_elementwise(build_optimizer(program.optimizer, parameters), len(parameters))
-        vectors = list(zip(layout.parameters, shard.state.parameters, buffer.state.parameters, strict=True))
-        self._partitions: list[ZeroPartition] = []
-        if self._group is None:  # no other rank has this part
-            own, shared = [ZeroSlice(block, 0, a, delta) for block, a, delta in vectors], []
-        else:
-            build, ranks = ZeroPartition.even if anywhere else ZeroPartition.by_parameters, self._group.ranks
-            self._partitions = [build(block, a, delta, group.rank, ranks) for block, a, delta in vectors]
-            own = [partition.own for partition in self._partitions if partition.own.block.elements]
-            shared = [partition.shared for partition in self._partitions if partition.shared is not None]
-        slices = [*own, *shared]
+        self._partitions = list[ZeroPartition]()
+        self._shared = list[SharedPartition]()
+        self.gradients = HeldGradients(buffer) if shares and anywhere and apart_pays(layout) else None
+        """May hold the gradients of Δ in place of the buffer; None: A is not shared, or it would not pay."""
+        own, common = self._cut(group.rank, anywhere=anywhere, shares=shares)
+        slices = [*own, *common]
         self._gradients = [piece.delta for piece in slices]
-        self.reduced_vectors = buffer.tails({piece.block.dtype: piece.block.elements for piece in shared})
+        self.reduced_vectors = buffer.tails({piece.block.dtype: piece.block.elements for piece in common})
 
         # Elements that every rank of the group steps on count in the norm on its first rank.
         blocks, names = {block.dtype: block for block in layout.parameters}, set(shard.counted)
@@ -220,24 +132,63 @@ class ZeroOptimizer(Update):
         """Layout of the vector, and offset in it, of each slice that is cut anywhere, by its only entry's identity."""
         if anywhere and self._group is not None:
             self.slices = {id(piece.block.entries[0]): (blocks[piece.block.dtype], piece.start) for piece in slices}
-        self.shared_entries = {id(entry) for piece in shared for entry in piece.block.entries}
+        self.common_entries = {id(entry) for piece in common for entry in piece.block.entries}
         """Identities of the entries of slices that all ranks of the group step on."""
+
+    def _cut(self, rank: int, *, anywhere: bool, shares: bool) -> tuple[list[ZeroSlice], list[ZeroSlice]]:
+        """Partition this part of A; return the slices that this rank alone steps on, and those that all do."""
+        layout = self._state.layout
+        vectors = list(zip(layout.parameters, self._state.parameters, self._buffer.state.parameters, strict=True))
+        if self._group is None:  # no other rank has this part
+            return [ZeroSlice(block, 0, a, delta) for block, a, delta in vectors], []
+        ranks = self._group.ranks
+        if not shares:
+            build = ZeroPartition.even if anywhere else ZeroPartition.by_parameters
+            self._partitions = [build(block, a, delta, rank, ranks) for block, a, delta in vectors]
+            own = [partition.own for partition in self._partitions if partition.own.block.elements]
+            return own, [each.common for each in self._partitions if each.common is not None]
+        if self.gradients is not None:
+            parts = [(vectors[each.vector], slice(each.start, each.stop)) for each in self.gradients.buckets]
+        else:
+            parts = [(vector, slice(0, vector[0].elements)) for vector in vectors]
+        self._shared = [SharedPartition.of(*each, part, rank, ranks, anywhere=anywhere) for each, part in parts]
+        return [each.own for each in self._shared if each.own.block.elements], []
 
     def apply(self, factor: float, rate: float, version: Version) -> None:
         del version
-        group = self._group
-        if group is not None:
-            for work in [partition.begin_reduce_scatter(group) for partition in self._partitions]:
-                group.wait(work, "the reduce-scatter of Δ")
-        if self._gradients:
+        self._sum()
+        kernel = self.optimizer is not None and self.optimizer.has_kernel
+        # Slices of the kernels' own multiplication that don't begin where vectors of the processor do round otherwise.
+        if self._gradients and not (kernel and self._shared and self._clip_norm is None):
             torch._foreach_mul_(self._gradients, factor)
+            factor = 1.0
         if self._clip_norm is not None:
             clip_across_ranks(self._gradients, self._counted, self._clip_norm, self._all)
         if self.optimizer is not None:
-            self.optimizer.step(self._gradients, rate)
-        if group is not None:
-            for work in [partition.begin_all_gather(group) for partition in self._partitions]:
-                group.wait(work, "the all-gather of A")
+            self.optimizer.step(self._gradients, rate, weight=factor, consumes=True)
+        self._gather()
+        self._buffer.copy_running_buffers(self._state)
+
+    def _sum(self) -> None:
+        """Sum Δ, on each rank its slices."""
+        group = self._group
+        if group is None:
+            return
+        given = self.gradients.take() if self.gradients is not None else []
+        given = given or [None] * len(self._shared)
+        works = [partition.begin_reduce_scatter(group) for partition in self._partitions]
+        works += [each.begin_reduce_scatter(group, part) for each, part in zip(self._shared, given, strict=True)]
+        for work in works:
+            group.wait(work, "the reduce-scatter of Δ")
+
+    def _gather(self) -> None:
+        """Have all of the new A on each rank."""
+        group = self._group
+        if group is None:
+            return
+        if self._shared:
+            group.wait(group.start_barrier(), "the others' steps on their slices of A")
+        for work in [partition.begin_all_gather(group) for partition in self._partitions]:
+            group.wait(work, "the all-gather of A")
         for partition in self._partitions:
             partition.unpack()
-        self._buffer.copy_running_buffers(self._state)

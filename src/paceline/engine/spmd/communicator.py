@@ -156,6 +156,22 @@ class Communicator:
         work = _reduce_scatter(out, given.view(-1), group=self.group.handle, async_op=True)
         return work if out is own else StagedWork(work, own, out)
 
+    def reduce_scatter_parts(self, parts: Sequence[Tensor], own: Tensor) -> Any:
+        """Start to sum all ranks' parts, one for each rank, which may differ in size; backend shm alone.
+
+        Args:
+            parts: of this rank; stay as they are, but for one that is ``own``.
+            own: receives the sum of this rank's part, and may be that part itself.
+        """
+        assert self._shm is not None, "other backends have parts of one size"
+        self.traffic.sent_bytes += sum(part.nbytes for part in parts) - own.nbytes
+        return self._shm.reduce_scatter([own], [parts])
+
+    def start_barrier(self) -> Any:
+        """Start to wait until all ranks have come here; backend shm alone."""
+        assert self._shm is not None, "a barrier of other backends is an all-reduce"
+        return self._shm.barrier()
+
     def all_gather(self, rows: Tensor, own: Tensor) -> Any:
         """Start to gather all ranks' rows."""
         self.traffic.sent_bytes += (self.ranks - 1) * own.nbytes
