@@ -44,13 +44,16 @@ def test_figures_are_those_of_the_sheets_that_the_benchmarks_leave(load: Load, n
 
 def test_zero_bubble_is_compared_with_what_it_took_turns_with(load: Load) -> None:
     rows = [
-        {"size": "small", "side": side, "backend": "shm", "schedule": schedule, "of_beside": ratio}
-        for side, schedule, ratio in (
-            ("paceline", "1f1b", ""), ("paceline, 1f1b", "zero-bubble", "1.0"), ("paceline", "zero-bubble", "0.9"),
+        {"size": size, "side": side, "backend": "shm", "schedule": schedule, "of_beside": ratio}
+        | {"stages": "2", "one_ms": "60" if size == "small" else "600"}
+        for size, side, schedule, ratio in (
+            ("small", "paceline", "1f1b", ""), ("small", "paceline, 1f1b", "zero-bubble", "1.0"),
+            ("small", "paceline", "zero-bubble", "1.1"), ("large", "paceline", "zero-bubble", "1.1"),
         )
     ]  # fmt: skip
-    [figure] = load("limits").LIMITS["zero-bubble"].figures(rows)
-    assert (figure.label, figure.value, figure.met) == ("small", 0.9, True)
+    small, large = load("limits").LIMITS["zero-bubble"].figures(rows)
+    assert (small.label, small.value, small.met, small.instead) == ("small", 1.1, True, "not proposed")
+    assert (large.label, large.value, large.met, large.instead) == ("large", 1.1, False, "")
 
 
 def test_the_worst_of_all_models_counts_of_single_samples(load: Load) -> None:

@@ -29,7 +29,7 @@ LETTERS: dict[Kind, str] = {
 }
 
 # Forward passes of a part that take no longer than this are mostly Python and autograd, so on a CPU they run as a list
-# of operators, where backward is not split.
+# of operators.
 SHORT_PASS_S: Seconds = 0.01
 
 _KINDS = {letter: kind for kind, letter in LETTERS.items()}

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from paceline.replica.pipeline import stage_graph
+from paceline.replica.pipeline import stage, stage_graph
 from paceline.replica.pipeline.micro_batches import MicroBatch
 from paceline.replica.pipeline.stage import PipelineStage
 from paceline.replica.pipeline.stage_graph import PartGraph, ShortPasses
-from tests.replica.pipeline.hand_cuts import Chain, Norms, Skips, Tied, by_hand
+from tests.replica.pipeline.hand_cuts import BORDERS, Chain, Norms, Skips, Tied, by_hand
 from tests.replica.pipeline.pipeline_world import World, batches, build, program
 from tests.replica.pipeline.test_pipelined import Dropping
 
@@ -59,6 +59,10 @@ CASES = [
     (Norms, "gpipe", 2),
     (Chain, "interleaved:chunks=2", 2),
     (Dropping, "1f1b", 1),  # threads share torch's generator
+    (Chain, "zero-bubble", 2),
+    (Skips, "zero-bubble", 3),
+    (Tied, "zero-bubble", 4),
+    (Norms, "zero-bubble", 4),
 ]
 
 
@@ -73,6 +77,57 @@ def test_it_has_the_bits_of_plain_passes(
     plain = gradients(kind, schedule, workers)
     assert not made
     assert_equal(graphs, plain)
+    if schedule == "zero-bubble":
+        assert_equal(graphs, gradients(kind, "1f1b", workers))  # autograd's bits, too
+
+
+def test_a_graph_puts_off_what_it_is_told_to() -> None:
+    """Of a layer norm between two products: in a first part what several gradients need comes at once, too."""
+    middle = _Listed(nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 6)).double())
+    value, upstream = torch.randn(4, 6, dtype=torch.float64), [torch.randn(4, 6, dtype=torch.float64)]
+    products = {f"inner.{k}.{name}" for k in (0, 3) for name in ("weight", "bias")}
+    for inputs in ([value], [value.clone().requires_grad_()]):
+        graph = stage_graph.checked_graph(middle, inputs, put_off=products)
+        assert graph.names == ["inner.1.weight", "inner.1.bias"]
+        assert set(graph.put_off) == products
+        tensors = dict(middle.named_parameters())
+        outputs, kept = graph.run(list(tensors.values()), inputs)
+        values, parameters, left = graph.gradients(kept, upstream)
+        sources = [tensors[name] for name in (*graph.names, *graph.put_off)]
+        expected = torch.autograd.grad(middle(*inputs), sources, upstream)
+        assert all(map(torch.equal, [*parameters, *graph.rest(left)], expected))
+        assert len(values) == inputs[0].requires_grad
+        assert torch.equal(outputs[0], middle(*inputs)[0])
+    assert stage_graph.checked_graph(middle, [value]).weights is None
+
+
+class Twice(nn.Module):
+    """A layer that is used twice in its part, and a weight that is used in another way, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l0, self.l1, self.l2, self.l3 = (nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.l1(self.l0(x).tanh().add(self.l0(x)))
+        return self.l3(self.l2(h).tanh()) * self.l3.weight.sum()
+
+
+def test_a_weight_that_is_used_twice_is_left_as_it_is(made: list[PartGraph], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BORDERS, Twice, {2: ("l2",)})
+    gradients(Twice, "zero-bubble", 2)
+    assert not made
+
+
+class _Listed(nn.Module):
+    """Its outputs are a tuple."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (self.inner(x),)
 
 
 def test_gradients_may_come_in_any_order(made: list[PartGraph], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,11 +156,17 @@ def test_unknown_objects_in_a_target_are_no_obstacle(made: list[PartGraph]) -> N
 
 @pytest.mark.parametrize(
     ("schedule", "options"),
-    [("zero-bubble", {}), ("1f1b", {"recompute": "boundaries"}), ("1f1b", {"batchnorm": "mini-batch"})],
+    [
+        ("zero-bubble", {"parameters of": 0}),
+        ("1f1b", {"recompute": "boundaries"}),
+        ("1f1b", {"batchnorm": "mini-batch"}),
+    ],
 )
 def test_what_happens_between_operators_is_left_as_it_is(
-    made: list[PartGraph], schedule: str, options: dict[str, Any]
+    made: list[PartGraph], monkeypatch: pytest.MonkeyPatch, schedule: str, options: dict[str, Any]
 ) -> None:
+    most = options.pop("parameters of", stage_graph.MOST_SPLIT_BYTES)
+    monkeypatch.setattr(stage, "MOST_SPLIT_BYTES", most)
     gradients(Norms, schedule, 2, **options)
     assert not made
 
@@ -141,7 +202,7 @@ def test_gradients_of_outputs_may_have_any_strides() -> None:
     graph = stage_graph.checked_graph(module, [value])
     outputs, kept = graph.run([module.weight], [value])
     upstream = [torch.randn(4, 5, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64).t()]
-    values, parameters = graph.gradients(kept, upstream)
+    values, parameters, _ = graph.gradients(kept, upstream)
     expected = torch.autograd.grad(module(value), [value, module.weight], upstream)
     for found, gradient in zip([*values, *parameters], expected, strict=True):
         assert torch.equal(found, gradient)

@@ -119,9 +119,7 @@ class MeasuredWorkload(Workload):
         if arrangement.schedule == "zero-bubble" and not self.launch_s:
             forward_s = self._forward_s(arrangement.micro_batch) / arrangement.stages
             if forward_s <= SHORT_PASS_S:
-                return (
-                    f"forward passes of {1e3 * forward_s:.2g} ms, which run without Python where backward is not split"
-                )
+                return f"forward passes of {1e3 * forward_s:.2g} ms, where backward in halves gains nothing"
         return None
 
     def _forward_s(self, micro_batch: float) -> Seconds:

@@ -114,10 +114,11 @@ class Splitter:
 
     Args:
         device: as torch writes it.
+        fused: whether a product is added to a gradient in one call, which rounds once where autograd rounds twice.
     """
 
-    def __init__(self, device: str) -> None:
-        self._device_type = torch.device(device).type
+    def __init__(self, device: str, *, fused: bool = True) -> None:
+        self._device_type, self.fused = torch.device(device).type, fused
         self.target: DeferredWeightGrads | None = None
         self._precision: torch.dtype | None = None
         convolutions = {
@@ -161,12 +162,12 @@ class Splitter:
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not self._splits(weight, bias):
             return functional.linear(input, weight, bias)
-        return _Product.apply(self._cast(input), weight, bias, self.target, False)  # type: ignore[no-any-return, no-untyped-call]
+        return _Product.apply(self._cast(input), weight, bias, self.target, False, self.fused)  # type: ignore[no-any-return, no-untyped-call]
 
     def _addmm(self, bias: Tensor, input: Tensor, weight: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
         if beta != 1 or alpha != 1 or bias.dim() != 1 or not self._splits(weight, bias):
             return torch.addmm(bias, input, weight, beta=beta, alpha=alpha)
-        return _Product.apply(self._cast(input), weight, bias, self.target, True)  # type: ignore[no-any-return, no-untyped-call]
+        return _Product.apply(self._cast(input), weight, bias, self.target, True, self.fused)  # type: ignore[no-any-return, no-untyped-call]
 
     def _convolution(self, plain: Callable[..., Tensor], dims: int) -> Callable[..., Tensor]:
         def convolve(
@@ -194,26 +195,32 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: DeferredWeightGrads, upright: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: DeferredWeightGrads,
+        upright: bool,
+        fused: bool,
     ) -> Tensor:
         ctx.save_for_backward(x)
         # The parameter itself, since the deferred call adds to its ``grad``.
-        ctx.weight, ctx.bias, ctx.target, ctx.upright = weight, bias, target, upright
+        ctx.weight, ctx.bias, ctx.target, ctx.upright, ctx.fused = weight, bias, target, upright, fused
         return functional.linear(x, weight.t() if upright else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,), (x,), weight = gradients, ctx.saved_tensors, ctx.weight
-        ctx.target.calls.append((_add_product, (weight, ctx.bias, x, gradient, ctx.upright)))
+        ctx.target.calls.append((_add_product, (weight, ctx.bias, x, gradient, ctx.upright, ctx.fused)))
         w = weight if weight.dtype == gradient.dtype else weight.to(gradient.dtype)
         dx = gradient @ (w.t() if ctx.upright else w) if ctx.needs_input_grad[0] else None
-        return dx, None, None, None, None
+        return dx, None, None, None, None, None
 
 
-def _add_product(weight: Tensor, bias: Tensor | None, x: Tensor, gradient: Tensor, upright: bool) -> None:
+def _add_product(weight: Tensor, bias: Tensor | None, x: Tensor, gradient: Tensor, upright: bool, fused: bool) -> None:
     x, gradient = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
     left, right = (x.t(), gradient) if upright else (gradient.t(), x)
-    if weight.grad is not None and weight.grad.dtype == x.dtype:
+    if fused and weight.grad is not None and weight.grad.dtype == x.dtype:
         weight.grad.addmm_(left, right)  # product and sum in one call, without a temporary of the weight's size
     else:
         _accumulate(weight, left @ right)

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from paceline.core.errors import InputError
@@ -36,7 +36,7 @@ from paceline.replica.pipeline.micro_batches import MicroBatch
 from paceline.replica.pipeline.p2p_queue import P2PMessage, Received, Value
 from paceline.replica.pipeline.portals import InputPortals, SendGradient
 from paceline.replica.pipeline.split_backward import DeferredWeightGrads, Splitter, replace_ops
-from paceline.replica.pipeline.stage_graph import PartGraph, ShortPasses
+from paceline.replica.pipeline.stage_graph import MOST_SPLIT_BYTES, PartGraph, ShortPasses
 from paceline.replica.single import step_seed
 from paceline.replica.tensor.tp_group import CollectiveModule
 
@@ -50,7 +50,8 @@ class ForwardPass:
         edges: name of a sent value -> where its gradient enters the graph.
         nbytes: kept for backward.
         transient_bytes: there for a while during backward, on top.
-        graph: that made the pass, and what it has kept; None: autograd keeps that.
+        graph: that made the pass, and what it has kept, after backward for gradients of weights; None: autograd
+            keeps that.
     """
 
     outputs: list[Received]
@@ -99,10 +100,15 @@ class PipelineStage:
             self._checkpointed = CheckpointedPart(part, self._captured, self._running)
             modules = self._checkpointed.modules
 
+        as_it_is = compiled is None and context.recompute == "none" and schedule.flushes and context.device == "cpu"
+        # The others of a stage's shards would not know when one of them makes a pass to compare with.
+        as_it_is &= not any(isinstance(module, CollectiveModule) for module in part.module.modules())
+        if schedule.splits_backward:
+            as_it_is &= sum(parameter.nbytes for parameter in part.module.parameters()) <= MOST_SPLIT_BYTES
         self._splitter: Splitter | None = None
         self._batchnorms: DeferredBatchNorms | None = None
         if schedule.splits_backward:
-            splitter = Splitter(self._device)
+            splitter = Splitter(self._device, fused=not as_it_is)  # bits don't depend on when there is a graph
             if replace_ops(modules, splitter.replacements):
                 self._splitter = splitter
                 if self._checkpointed is not None:
@@ -113,10 +119,7 @@ class PipelineStage:
             if replace_ops(modules, batchnorms.replacements):
                 self._batchnorms = batchnorms
 
-        as_it_is = compiled is None and context.recompute == "none" and schedule.flushes and context.device == "cpu"
-        as_it_is &= self._splitter is None and self._batchnorms is None
-        # The others of a stage's shards would not know when one of them makes a pass to compare with.
-        as_it_is &= not any(isinstance(module, CollectiveModule) for module in part.module.modules())
+        as_it_is &= self._batchnorms is None
         loss = self.with_loss if self.is_last else None
         self._short = ShortPasses(part, loss, partial(context.program.autocast, context.device)) if as_it_is else None
         self._kept: dict[int, ForwardPass | KeptInputs] = {}
@@ -218,22 +221,26 @@ class PipelineStage:
             upstream.append(torch.full_like(run.loss, micro_batch.weight))
         # Recomputed pieces exist one at a time, so the largest of them counts on top of what is kept.
         self._memory.add(run.transient_bytes)
+        left, shapes = list[Tensor](), micro_batch.shapes
+        defers_first = run.weight_grads is not None and shapes not in self._deferred_bytes
+        before = [(p, p.grad, _version(p.grad)) for p in self.part.module.parameters() if defers_first]
         if run.graph is not None and self._short is not None:
-            self._short.differentiate(*run.graph, upstream, run.portals)
+            left = self._short.differentiate(*run.graph, upstream, run.portals)
         elif roots:  # else nothing before this part needs a gradient, and nothing in it
             torch.autograd.backward(roots, upstream)  # type: ignore[arg-type]
         run.portals.close()
         self._memory.add(-run.transient_bytes)
         # The graph goes; what deferred gradients are computed of stays, as many bytes for every input of these shapes.
         self._release(micro_batch.index)
-        run.edges, run.loss, run.nbytes, run.graph = {}, None, 0, None
-        if run.weight_grads is not None:
-            shapes = micro_batch.shapes
-            if shapes not in self._deferred_bytes:
-                counter = self._counter(micro_batch)
-                counter.add(value for _, arguments in run.weight_grads.calls for value in arguments)
-                self._deferred_bytes[shapes] = counter.nbytes
-            run.nbytes = self._deferred_bytes[shapes]
+        run.edges, run.loss = {}, None
+        if run.weight_grads is not None and defers_first:
+            counter = self._counter(micro_batch)
+            counter.add(value for _, arguments in run.weight_grads.calls for value in arguments)
+            self._deferred_bytes[shapes] = counter.nbytes
+            self._put_off(run.weight_grads, before)
+        run.nbytes = self._deferred_bytes.get(shapes, 0)
+        if run.graph is not None:
+            run.graph = run.graph[0], left
         self._keep(micro_batch.index, run)
         if not split:
             self.backward_weight(micro_batch)
@@ -242,9 +249,31 @@ class PipelineStage:
     def backward_weight(self, micro_batch: MicroBatch) -> None:
         """Compute the gradients of weights that were deferred."""
         run = self._run_of(micro_batch)
-        if run.weight_grads is not None:
+        if run.graph is not None and self._short is not None:
+            self._short.differentiate_weights(*run.graph)
+        elif run.weight_grads is not None:
             run.weight_grads.run()
         self._release(micro_batch.index)
+
+    def _put_off(
+        self, weight_grads: DeferredWeightGrads, before: Sequence[tuple[nn.Parameter, Tensor | None, int]]
+    ) -> None:
+        """Have graphs put off the same gradients, so that each is added at the same moment, with or without a graph.
+
+        Args:
+            weight_grads: that a backward pass has deferred.
+            before: parameters, with their ``grad`` and its version, before that pass.
+        """
+        if self._short is None:
+            return
+        given = [argument for _, arguments in weight_grads.calls for argument in arguments]
+        deferred = [id(each) for each in given if isinstance(each, nn.Parameter) and each.requires_grad]
+        added = {id(p) for p, grad, version in before if p.grad is not grad or _version(grad) != version}
+        if len(set(deferred)) < len(deferred) or not added.isdisjoint(deferred):
+            self._short = None  # of a weight that is used twice, a graph has the sum
+            return
+        parameters = self.part.module.named_parameters(remove_duplicate=False)
+        self._short.put_off |= {name for name, parameter in parameters if id(parameter) in deferred}
 
     def end_mini_batch(self) -> None:
         """Move the running statistics of BatchNorms that do so once a mini-batch."""
@@ -359,5 +388,8 @@ class PipelineStage:
 
 def _versions(micro_batch: MicroBatch, received: Sequence[Received]) -> list[int]:
     """Return the inputs' version counters, which grow whenever a tensor is written in place."""
-    values = [*micro_batch.inputs, *(value for value, _ in received)]
-    return [value._version for value in values if isinstance(value, Tensor)]
+    return [_version(value) for value in [*micro_batch.inputs, *(value for value, _ in received)]]
+
+
+def _version(value: object) -> int:
+    return value._version if isinstance(value, Tensor) else 0
