@@ -23,8 +23,8 @@ HEAD = f"""\
 Three tables, each measured into a file in `results/` (what is there is not measured again without `--again`), and the
 page that is written from them. Without Accelerate or Fabric their rows are left out.
 
-- `{DEFAULT}`: the distributed engine as it is by itself, with no backend named; beside it with one named, and with the
-  optimizer's state divided among the ranks (ZeRO-1). Under torchrun it is the same engine.
+- `{DEFAULT}`: the distributed engine as it is by itself, with no backend named; beside it with one named and all of the
+  optimizer's state on each rank, or divided among the ranks (ZeRO-1). Under torchrun it is the same engine.
 - `{AGAINST}` and `ddp shm`: `DistributedDataParallel` with its defaults on a group of that backend.
 - `accelerate gloo` and `fabric gloo`: as their users write a loop of their own; underneath both use DDP on Gloo.
 - `alone`: the same processes without communication. Nothing can be faster but by chance, or by spending less on the
@@ -49,8 +49,9 @@ DIVIDED = """\
 
 One matrix of so many elements and a batch of one sample, so that the update and its transport are all that takes time.
 Milliseconds of a step with the whole state on each rank (all-reduce of Δ, each rank makes the whole step) and divided
-(reduce-scatter, a part of the step, all-gather of A); below 1 dividing is quicker. What it always saves is memory: of
-SGD's momentum 4·(1 − 1/P) bytes an element, of Adam's two moments twice that.
+(reduce-scatter, a part of the step, all-gather of A; on shm ranks share A, and wait for each other instead); below 1
+dividing is quicker. What it always saves is memory: of SGD's momentum 4·(1 − 1/P) bytes an element, of Adam's two
+moments twice that; on shm as many bytes of A itself.
 """
 
 

@@ -60,6 +60,7 @@ def test_it_is_the_whole_optimizer(folder: Path, name: str, how: str) -> None:
             torch.testing.assert_close(state[key], value, rtol=bound, atol=bound)
     notes = kept(folder, f"{name}, {how}", RANKS)[0]["summary"]["notes"]
     assert notes["shard_optimizer"] is True
+    assert notes["shared_parameters"] is (how != "gathered")
     assert (notes["buckets"] > 1) is (how == "held" and name != "lamb")
 
 
@@ -83,6 +84,7 @@ def test_a_replica_reads_what_it_can_not_write(folder: Path) -> None:
 @pytest.mark.parametrize("short", range(RANKS))
 def test_where_the_memory_can_not_be_had_a_is_gathered(folder: Path, short: int) -> None:
     expected = states(folder, "momentum, whole")[0]
+    assert kept(folder, f"without memory on {short}", RANKS)[0]["summary"]["notes"]["shared_parameters"] is False
     for state in states(folder, f"without memory on {short}"):
         assert all(torch.equal(state[key], value) for key, value in expected.items())
     assert not any("paceline" in line for line in kept(folder, f"mapping without memory on {short}", RANKS))

@@ -135,6 +135,25 @@ def test_what_replicas_send(divided: int, gathers: int | None) -> None:
     assert step(arrangement).replicas_s(0) == pytest.approx(expected)
 
 
+def test_replicas_of_one_host_share_what_others_gather() -> None:
+    """But for the latency, a second wait; and each counts its part of the parameters, and no slice beside Δ."""
+    host, arrangement = replace(CLUSTER, hosts=1, shares_memory=True), Arrangement(replicas=8, divided=1)
+    shared = Step(WORK, host, arrangement, OverlapModel(), [PART])
+    group, seconds = host.replicas(arrangement), host.messages.seconds
+    summed = seconds("reduce_scatter", PART.parameters * NUMERICS.gradient, group)
+    assert shared.replicas_s(0) == summed + seconds("all_gather", 0, group)
+    held, gathered = shared.memory()[0], step(arrangement).memory()[0]
+    assert (held.parameters, held.optimizer) == (gathered.parameters / 8, gathered.optimizer)
+    assert held.buffers == gathered.buffers - gathered.gradients / 8
+    for other in (replace(arrangement, replicas=4, stages=2), replace(arrangement, divided=0)):
+        parts = [PART] * other.stages
+        plain, same = (
+            Step(WORK, on, other, OverlapModel(), parts) for on in (replace(host, shares_memory=False), host)
+        )
+        assert plain.memory() == same.memory()
+        assert plain.replicas_s(0) == same.replicas_s(0)
+
+
 def test_summing_hides_in_backward_as_far_as_it_may() -> None:
     arrangement = Arrangement(replicas=8)
     seen = [step(arrangement, OverlapModel(overlap=share)).replicas_s(0) for share in (0.0, 0.01, 1.0)]

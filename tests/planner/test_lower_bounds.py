@@ -1,5 +1,7 @@
 """No step takes less and no worker holds less than the bounds say, whatever the option."""
 
+from dataclasses import replace
+
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -33,6 +35,7 @@ CLUSTERS = st.builds(
     per_host=st.sampled_from((2, 4)),
     bytes_per_s=st.sampled_from((1e4, 1e6, 1e9)),
 )
+CLUSTERS = st.builds(lambda on, shares: replace(on, shares_memory=shares and on.hosts == 1), CLUSTERS, st.booleans())
 HABITS = st.builds(
     OverlapModel,
     overlap=st.sampled_from((0.0, 0.6)),

@@ -123,6 +123,7 @@ class Cluster:
         name: of the cluster.
         provenance: of each number.
         spread: relative error of predicted times because of unknown properties of the cluster.
+        shares_memory: whether its workers are processes on the processors of one host.
     """
 
     hosts: int
@@ -132,6 +133,7 @@ class Cluster:
     name: str = ""
     provenance: Mapping[str, str] = field(default_factory=dict[str, str])
     spread: float = 0.0
+    shares_memory: bool = False
 
     @property
     def workers(self) -> int:

@@ -75,7 +75,8 @@ def cost(
         "waiting": overlap.step_s + overlap.micro_batch_s * arrangement.micro_batches,
     }
     old = staleness(arrangement.schedule, [each.parameters for each in stages])
-    return Cost(terms, step.memory(), sent_bytes(division, workload, arrangement), division.cuts, old)
+    sent = sent_bytes(division, workload, arrangement, shares=shares_parameters(arrangement, cluster))
+    return Cost(terms, step.memory(), sent, division.cuts, old)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +104,12 @@ class Step:
                 among, size = a.parameter_replicas(j), stage.parameters
                 # 1910.02054, figure 1: the optimizer's state is divided first, then gradients, then parameters.
                 zero_1, zero_2, zero_3 = (among if a.divided >= level else 1 for level in (1, 2, 3))
+                if shares_parameters(a, self.cluster):  # each counts its part of what there is once
+                    zero_3 = among
                 # A message is received while another is sent; the last stage sends nothing on.
                 buffers: float = stage.working_bytes + (0 if j == last else 2 * stage.sent_bytes)
-                if a.divided == 1:  # a worker's slice of the sum is beside Δ, whose memory the sum still reads
+                # A worker's slice of the sum is beside Δ, whose memory the sum still reads.
+                if a.divided == 1 and not shares_parameters(a, self.cluster):
                     buffers += numerics.gradient * size / zero_1
                 parameters = versions * numerics.parameter * size / zero_3
                 states = parameters, numerics.gradient * size / zero_2, numerics.optimizer * size / zero_1
@@ -146,8 +150,8 @@ class Step:
         group = self.cluster.replicas(a, a.stage_replicas[j])
         if group.size == 1:
             return 0.0
-        collectives = zero_collectives(a) if a.divided else None
-        spent = replica_sum_s(stage.parameters, self.workload.numerics, self.cluster, group, collectives)
+        collectives, shares = zero_collectives(a) if a.divided else None, shares_parameters(a, self.cluster)
+        spent = replica_sum_s(stage.parameters, self.workload.numerics, self.cluster, group, collectives, shares=shares)
         # Divided parameters are gathered in each micro-batch, so each of its passes can overlap.
         passes = a.micro_batches if a.divided == 3 else 1
         hides = stage.backward_s + (stage.forward_s if a.divided == 3 else 0.0)
@@ -202,11 +206,13 @@ def in_flight(arrangement: Arrangement) -> Sequence[float]:
     return [schedules.in_flight(order, j, p, m) for j in range(p)]
 
 
-def sent_bytes(division: StageDivision, workload: Workload, arrangement: Arrangement) -> dict[str, float]:
+def sent_bytes(
+    division: StageDivision, workload: Workload, arrangement: Arrangement, *, shares: bool = False
+) -> dict[str, float]:
     """Return the bytes that the worker sends in a step that sends most; to shards those of the mean worker.
 
     A ring's all_reduce sends its bytes twice, all other collectives once, less the part that a worker keeps. To
-    replicas it is Δ once or twice, and A as often as it is gathered.
+    replicas it is Δ once or twice, and A as often as it is gathered: never where replicas share it.
     """
     a, stages, numerics = arrangement, division.stages, workload.numerics
     shards = 0.0
@@ -218,7 +224,8 @@ def sent_bytes(division: StageDivision, workload: Workload, arrangement: Arrange
             moved = sum(call.size_bytes * (2 if call.collective == "all_reduce" else 1) for call in calls)
             shards += moved * (t - 1) / t
     sums, gathers = zero_collectives(a)
-    each = sums * numerics.gradient + gathers * numerics.parameter if a.divided else 2 * numerics.gradient
+    gathered = 0 if shares else gathers * numerics.parameter
+    each = sums * numerics.gradient + gathered if a.divided else 2 * numerics.gradient
     replicas = 0.0
     for j in distinct_stages(stages, a):
         among = a.parameter_replicas(j)
@@ -231,17 +238,30 @@ def sent_bytes(division: StageDivision, workload: Workload, arrangement: Arrange
 
 
 def replica_sum_s(
-    parameters: float, numerics: Numerics, cluster: Cluster, group: DeviceGroup, collectives: tuple[int, int] | None
+    parameters: float,
+    numerics: Numerics,
+    cluster: Cluster,
+    group: DeviceGroup,
+    collectives: tuple[int, int] | None,
+    *,
+    shares: bool = False,
 ) -> Seconds:
     """Return the time to sum Δ of so many parameters in a group.
 
-    Under ZeRO it takes so many reduce_scatters, with so many all_gathers of A; None: it takes one all_reduce.
+    Under ZeRO it takes so many reduce_scatters, with so many all_gathers of A, of nothing where workers share its
+    memory; None: it takes one all_reduce.
     """
     seconds, gradient_bytes = cluster.messages.seconds, parameters * numerics.gradient
     if collectives is None:
         return seconds("all_reduce", gradient_bytes, group)
     spent = collectives[0] * seconds("reduce_scatter", gradient_bytes, group)
-    return spent + collectives[1] * seconds("all_gather", parameters * numerics.parameter, group)
+    return spent + collectives[1] * seconds("all_gather", 0 if shares else parameters * numerics.parameter, group)
+
+
+def shares_parameters(arrangement: Arrangement, cluster: Cluster) -> bool:
+    """Return whether replicas have the parameters once: whole models under ZeRO-1 where processes can share memory."""
+    a = arrangement
+    return cluster.shares_memory and a.divided == 1 and a.stages == a.shards == a.context == 1
 
 
 def zero_collectives(arrangement: Arrangement) -> tuple[int, int]:

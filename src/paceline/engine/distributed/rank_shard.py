@@ -276,6 +276,7 @@ class WholeModelShard(RankShard):
         ranks, nbytes = self._setup.context.world.size, self._setup.layout.parameter_bytes
         notes: dict[str, str | int | float] = {
             "shard_optimizer": isinstance(self.update, ZeroOptimizer),
+            "shared_parameters": isinstance(self.update, ZeroOptimizer) and self.update.shares,
             "buckets": len(self.overlap.buckets) if self.overlap is not None else 0,
             "payload_ring_formula_bytes_per_step": ranks * ring_bytes(nbytes, ranks),
         }

@@ -105,7 +105,7 @@ class ZeroOptimizer(Update):
         shares: bool = False,
     ) -> None:
         self._buffer, self._state, self._group, self._all = buffer, shard.state, group.communicator, communicator
-        self._clip_norm = program.clip_norm
+        self._clip_norm, self.shares = program.clip_norm, shares
         layout, full = shard.state.layout, shard.full_layout
         parameters = list(shape_only_parameters(full).values())
         anywhere = is_elementwise(build_optimizer(program.optimizer, parameters), len(parameters))

@@ -151,7 +151,7 @@ def cluster_of(profile: Profile, workers: int) -> Cluster:
         fastest = max(point.size_bytes / point.seconds for point in profile.points)
         curves = {key: LatencyCurve(tuple(sorted(each))) for key, each in knots.items()}
         messages = Measured(curves, Described(Links(fastest, fastest, 0.0, 0.0)))
-    return Cluster(1, workers, device, messages, "this host", profile.provenance)
+    return Cluster(1, workers, device, messages, "this host", profile.provenance, shares_memory=True)
 
 
 def elsewhere(profile: Profile, cluster: Cluster, global_batch: int) -> MeasuredWorkload:

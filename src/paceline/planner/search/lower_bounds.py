@@ -145,7 +145,11 @@ class OptionBounds:
         # Which stage has most parameters is not known yet, so the fastest group counts.
         groups = {self.cluster.replicas(sizes, each) for each in sizes.stage_replicas}
         collectives, numerics = (1, 1) if divided else None, self.workload.numerics
-        return min(replica_sum_s(parameters / stages, numerics, self.cluster, each, collectives) for each in groups)
+        shares = self.cluster.shares_memory and stages == shards == 1
+        return min(
+            replica_sum_s(parameters / stages, numerics, self.cluster, each, collectives, shares=shares)
+            for each in groups
+        )
 
     def memory_bytes(self, frame: Frame, option: Option) -> float:
         """Return a lower bound of the peak memory of the worker that needs most.
@@ -155,6 +159,8 @@ class OptionBounds:
         """
         numerics, among, p = self.workload.numerics, frame.replicas * max(frame.copies, default=1), frame.stages
         zero_1, zero_2, zero_3 = (among if option.divided >= level else 1 for level in (1, 2, 3))
+        if self.cluster.shares_memory and option.divided == 1 and p == frame.shards == 1:
+            zero_3 = among
         # Bytes of each parameter of the stage.
         states = numerics.optimizer / zero_1 + numerics.gradient / zero_2 + numerics.parameter / zero_3
         totals = self.totals(frame.micro_batch, 1 if frame.stage_shards else frame.shards, option.recompute)
