@@ -56,9 +56,9 @@ def fill(said: argparse.Namespace, sheet: Sheet) -> None:
                 for figure in LIMITS[name].figures(told):
                     row = {"row": name, "label": figure.label, "value": f"{figure.value:.3f}"}
                     bound = "" if figure.bound is None else f"{figure.bound:.3f}"
-                    said = "" if figure.reached else figure.instead
-                    told = {"bound": bound, "aim": str(figure), "met": str(figure.met), "instead": said}
-                    sheet.put(row | told | machine())
+                    instead = "" if figure.reached else figure.instead
+                    row |= {"bound": bound, "aim": str(figure), "met": str(figure.met), "instead": instead}
+                    sheet.put(row | machine())
                     bar.console.print(f"{name}: {figure.label} {figure.value:.3f}", highlight=False, markup=False)
             bar.advance(bar.task_ids[0])
 
