@@ -132,7 +132,6 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/engine/test_distributed_served.py::test_over_replicas_of_several_workers", PARITY),
     Thorough("tests/cli/test_watch.py::test_the_page_grows_with_the_run", COMMANDS),
     Thorough("tests/cli/test_watch.py::test_the_command_serves_until_ctrl_c", COMMANDS),
-    Thorough("tests/accelerator/test_engines.py::test_no_step_waits_for_the_device", PARITY, but_first=True),
     Thorough(
         "tests/replica/test_optimizer_factory.py::test_an_optimizer_is_built_without_the_compiler_which_torch_imports_as_ever_afterwards",
         COMMANDS,
