@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from paceline import Program
 from paceline.clock.times import Times
 from paceline.core.data_order import DataOrder
-from paceline.replica.single import step_seed
+from paceline.replica.autograd import step_seed
 
 Values = dict[str, Tensor]
 """Parameters and buffers by full name."""

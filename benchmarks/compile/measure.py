@@ -16,10 +16,11 @@ from torch import nn
 from paceline import Program
 from paceline.datasets.models import cnn
 from paceline.datasets.shakespeare import LENGTH, next_character_loss, transformer
+from paceline.replica.autograd import Autograd
 from paceline.replica.base import Batch
 from paceline.replica.compilation import CompiledLoss
 from paceline.replica.flat_state import FlatLayout, read
-from paceline.replica.single import Autograd, Single
+from paceline.replica.single import Single
 
 SAMPLES, STEPS, PAIRS = 32, 10, 15
 

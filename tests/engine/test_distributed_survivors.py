@@ -14,7 +14,7 @@ import torch
 from paceline import Program
 from paceline.comm import liveness
 from paceline.comm.fork_server import ForkServer
-from paceline.replica.single import step_seed
+from paceline.replica.autograd import step_seed
 from tests import ranks
 from tests.engine.distributed_cases import CASES
 from tests.engine.local.commands import eventually

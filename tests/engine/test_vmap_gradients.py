@@ -12,9 +12,10 @@ from paceline.core.data_order import BatchRange, DataOrder
 from paceline.engine.run_context import first_state
 from paceline.engine.virtual.pending_delta import PendingDelta
 from paceline.engine.virtual.vmap_gradients import MOST, StackedGradient, VmapComputer, stacked_gradient
+from paceline.replica.autograd import Autograd
 from paceline.replica.batches import BatchSource
 from paceline.replica.flat_state import FlatState
-from paceline.replica.single import Autograd, Single
+from paceline.replica.single import Single
 from tests import oracle
 from tests.engine import programs
 

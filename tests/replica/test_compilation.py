@@ -16,12 +16,13 @@ from torch.fx import GraphModule
 from paceline import Program, Run, launch, train
 from paceline.core.errors import InputError, WorkerError
 from paceline.replica import compilation
+from paceline.replica.autograd import Autograd
 from paceline.replica.base import Batch, GradientSink
 from paceline.replica.capture.capture import capture
 from paceline.replica.capture.input_spec import shapes_of
 from paceline.replica.compilation import CompiledLoss, CompiledPart
 from paceline.replica.flat_state import FlatLayout, read
-from paceline.replica.single import Autograd, Single
+from paceline.replica.single import Single
 from tests.engine import programs
 
 Function = Callable[..., Any]

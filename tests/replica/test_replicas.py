@@ -13,11 +13,12 @@ from torch.optim import SGD, Adam
 
 from paceline import Program
 from paceline.core.delta import Keep, Mix, Replace
+from paceline.replica.autograd import Autograd, step_seed
 from paceline.replica.base import EMPTY, Batch
 from paceline.replica.flat_state import FlatLayout, FlatState, finite, read
 from paceline.replica.local_sgd import LocalSGD, WritesInPlace
 from paceline.replica.own_parameters import Exchange
-from paceline.replica.single import Autograd, Single, step_seed
+from paceline.replica.single import Single
 from tests import oracle
 from tests.engine import programs
 

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from paceline import Program, Run, train
 from paceline.core.errors import InputError
 from paceline.replica import operator_list, step_graph
+from paceline.replica.autograd import Autograd
 from paceline.replica.base import Batch
 from paceline.replica.flat_state import FlatLayout, read
-from paceline.replica.single import Autograd
 from paceline.replica.step_graph import StepGraphs, form_of
 from tests.engine import programs
 

@@ -27,9 +27,9 @@ from paceline.engine.own_loop import OwnLoop, Turns
 from paceline.engine.run_context import RunContext
 from paceline.engine.worker import TrainingEnded, Worker
 from paceline.engine.worker_metrics import WorkerMetrics
+from paceline.replica.autograd import Autograd
 from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.flat_state import FlatState
-from paceline.replica.single import Autograd
 from paceline.replica.step_options import BUFFER
 from paceline.step import Server, contribute, step
 

@@ -19,9 +19,9 @@ from paceline.core.errors import InputError
 from paceline.core.types import ReplicaId
 from paceline.engine.evaluation import Evaluator
 from paceline.engine.run_context import RunContext
+from paceline.replica.autograd import Autograd, OwnGradients
 from paceline.replica.base import EMPTY, Batch
 from paceline.replica.optimizer_factory import build_optimizer
-from paceline.replica.single import Autograd, OwnGradients
 from paceline.replica.step_options import BUFFER, OptionsCodec, optimizers_of
 
 

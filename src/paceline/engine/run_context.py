@@ -23,13 +23,14 @@ from paceline.engine.batch_dispatcher import BatchDispatcher, Dispatcher, Portio
 from paceline.engine.budget import Epochs, StepQuota, Steps, Unbounded
 from paceline.engine.run_state import ResumePoint, RunState
 from paceline.program import Data, Program, is_source, length
+from paceline.replica.autograd import NO_RECORDER, Autograd, step_seed
 from paceline.replica.base import Batch, Replica, micro_steps
 from paceline.replica.batches import BatchSource
 from paceline.replica.compilation import CompiledLoss
 from paceline.replica.flat_state import FlatLayout, FlatState, read
 from paceline.replica.local_sgd import LocalSGD, WritesInPlace
 from paceline.replica.own_parameters import Exchange
-from paceline.replica.single import NO_RECORDER, Autograd, Single, step_seed
+from paceline.replica.single import Single
 from paceline.replica.step_graph import StepGraphs
 from paceline.strategy import GRAPH, Strategy
 from paceline.trace.recorder import AnyRecorder

@@ -12,9 +12,9 @@ from paceline.core.types import ReplicaId
 from paceline.engine.base import Logged, LoopEvent, StopAsked
 from paceline.engine.own_loop import OwnLoop
 from paceline.engine.run_context import RunContext
+from paceline.replica.autograd import step_seed
 from paceline.replica.base import EMPTY, Batch, as_batch
 from paceline.replica.divided_loader import ReplicaLoader, divided, samples_of
-from paceline.replica.single import step_seed
 
 
 class TrainingEnded(Exception):  # noqa: N818 (an end, not an error)

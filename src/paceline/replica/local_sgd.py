@@ -10,6 +10,7 @@ from paceline.checkpoint.base import TensorChunk, parameter_of
 from paceline.checkpoint.reader import TensorSource
 from paceline.core.types import Clock
 from paceline.program import Program
+from paceline.replica.autograd import Autograd
 from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.flat_optimizer import FlatOptimizer
 from paceline.replica.flat_state import FlatLayout, FlatState, finite
@@ -17,7 +18,7 @@ from paceline.replica.gradient_clipping import clip, clip_by_square, square_norm
 from paceline.replica.optimizer_factory import optimizer_of_part
 from paceline.replica.optimizer_state import Describe, whole_chunks
 from paceline.replica.own_parameters import Exchange, OwnParameters
-from paceline.replica.single import Autograd, Single
+from paceline.replica.single import Single
 
 
 class KeepsState(Protocol):

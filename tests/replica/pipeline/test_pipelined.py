@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 from paceline.core.errors import InputError, WorkerError
+from paceline.replica.autograd import step_seed
 from paceline.replica.base import Batch
-from paceline.replica.single import step_seed
 from tests.replica.pipeline.hand_cuts import BORDERS, Chain, Norms, Skips, Tied, by_hand
 from tests.replica.pipeline.pipeline_world import Alone, World, batches, build, program, same, squares
 

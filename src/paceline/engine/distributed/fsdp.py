@@ -51,12 +51,12 @@ from paceline.engine.distributed.reduce_buffer import ReduceBuffer
 from paceline.engine.distributed.update import Update, clip_across_ranks
 from paceline.engine.spmd.communicator import Communicator
 from paceline.program import Program
+from paceline.replica.autograd import Autograd
 from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.flat_optimizer import FlatOptimizer
 from paceline.replica.flat_state import DtypeBuffer, FlatLayout, FlatState, TensorEntry, Views, finite
 from paceline.replica.late_figures import largest
 from paceline.replica.optimizer_factory import ELEMENTWISE, build_optimizer
-from paceline.replica.single import Autograd
 
 # Optimizers that treat each element alone, so that a step on each shard is a step on the whole parameter.
 #

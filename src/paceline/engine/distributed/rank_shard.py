@@ -36,6 +36,7 @@ from paceline.engine.spmd.pipeline_rank import PipelineRank
 from paceline.engine.spmd.rank_context import RankSetup, SubGroup, holders
 from paceline.engine.spmd.shard_views import PartChunks
 from paceline.engine.spmd.tensor_parallel_rank import TensorParallelRank
+from paceline.replica.autograd import Autograd, handoff_pays
 from paceline.replica.base import Replica, micro_steps
 from paceline.replica.flat_state import FlatLayout, FlatState, read
 from paceline.replica.local_sgd import KeepsState, LocalSGD, autograd_of
@@ -43,7 +44,7 @@ from paceline.replica.noise_estimator import Preconditioner
 from paceline.replica.own_parameters import Exchange
 from paceline.replica.pipeline.async_stage import AsyncStage
 from paceline.replica.pipeline.pipelined import Pipelined
-from paceline.replica.single import Autograd, Single, handoff_pays
+from paceline.replica.single import Single
 from paceline.replica.tensor.runtime import TensorParallel
 from paceline.trace.recorder import AnyRecorder
 

@@ -19,6 +19,7 @@ from paceline.engine.distributed.reduce_buffer import ReduceBuffer
 from paceline.engine.server_optimizer import ServerOptimizer, update_rule
 from paceline.engine.spmd.communicator import Communicator
 from paceline.program import Program
+from paceline.replica.autograd import GradientHandoff
 from paceline.replica.flat_optimizer import FlatOptimizer
 from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.replica.gradient_clipping import (
@@ -31,7 +32,6 @@ from paceline.replica.gradient_clipping import (
 )
 from paceline.replica.optimizer_factory import optimizer_of_part
 from paceline.replica.own_parameters import fragments_of
-from paceline.replica.single import GradientHandoff
 
 
 @dataclass(frozen=True)

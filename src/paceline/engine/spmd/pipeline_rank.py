@@ -15,6 +15,7 @@ from paceline.engine.spmd.p2p import ProcessGroupP2P, Routes
 from paceline.engine.spmd.rank_context import RankSetup, extended_timeout
 from paceline.engine.spmd.shard_views import StageSharding
 from paceline.engine.spmd.tensor_parallel_rank import ModelParallelRank, ProcessGroupTP, free_unused
+from paceline.replica.autograd import GradientHandoff
 from paceline.replica.base import Batch
 from paceline.replica.capture.input_spec import shapes_of
 from paceline.replica.compilation import CompiledPart
@@ -35,7 +36,6 @@ from paceline.replica.pipeline.prepare import (
     select_rows,
 )
 from paceline.replica.pipeline.stage_runtime import merged_module
-from paceline.replica.single import GradientHandoff
 from paceline.replica.tensor.optimizer_check import refuse_unless_elementwise
 from paceline.replica.tensor.placements import PARTIAL_GRAD, shard_layout
 from paceline.replica.tensor.tp_group import PartialGrads

@@ -20,6 +20,7 @@ from paceline.engine.spmd.capturing import captured_once
 from paceline.engine.spmd.communicator import Communicator, ring_bytes
 from paceline.engine.spmd.rank_context import RankSetup, SubGroups, extended_timeout
 from paceline.engine.spmd.shard_views import PartChunks, ShardViews, StageSharding, names_of_part, owned_names
+from paceline.replica.autograd import GradientHandoff
 from paceline.replica.base import Batch, Replica
 from paceline.replica.capture.input_spec import shapes_of
 from paceline.replica.compilation import CompiledPart
@@ -28,7 +29,6 @@ from paceline.replica.local_sgd import ShardedLocalSGD
 from paceline.replica.module_utils import tensors_of
 from paceline.replica.own_parameters import Exchange
 from paceline.replica.pipeline.pipelined import Pipelined
-from paceline.replica.single import GradientHandoff
 from paceline.replica.tensor.optimizer_check import refuse_unless_elementwise
 from paceline.replica.tensor.placements import Shard, is_counted_on, shard_layout
 from paceline.replica.tensor.prepare import prepare_shard

@@ -25,12 +25,12 @@ from typing import Literal, NamedTuple, TypeAlias
 from paceline.core.mesh import StageReplicas
 from paceline.core.types import ReplicaId
 from paceline.program import Program
+from paceline.replica.autograd import NO_RECORDER
 from paceline.replica.capture.capture import Captured
 from paceline.replica.compilation import CompiledPart
 from paceline.replica.flat_state import FlatLayout
 from paceline.replica.pipeline.cut import Crossing, Cut, Part
 from paceline.replica.pipeline.p2p_queue import P2P, P2PMessage, StageReplicaGroup
-from paceline.replica.single import NO_RECORDER
 from paceline.schedule.base import Action, Schedule
 from paceline.schedule.simulate import StageTimes, by_end, timeline
 from paceline.trace.recorder import AnyRecorder

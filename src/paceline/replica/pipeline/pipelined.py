@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from paceline.core.types import Clock
+from paceline.replica.autograd import Autograd
 from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.flat_state import FlatState, finite
 from paceline.replica.pipeline.comm_plan import PipelineContext
 from paceline.replica.pipeline.p2p_queue import StageReplicaGroup
 from paceline.replica.pipeline.stage_runtime import StageRuntime
-from paceline.replica.single import Autograd
 from paceline.replica.tensor.tp_group import PartialGrads
 
 

@@ -27,6 +27,7 @@ from paceline.core.errors import InputError
 from paceline.device import seed
 from paceline.program import Tree, leaves
 from paceline.replica.activation_memory import ActivationMemory, StorageCounter
+from paceline.replica.autograd import step_seed
 from paceline.replica.capture.input_spec import Shapes
 from paceline.replica.pipeline.batchnorm import DeferredBatchNorms
 from paceline.replica.pipeline.checkpointing import CheckpointedPart, preserve_buffers
@@ -37,7 +38,6 @@ from paceline.replica.pipeline.p2p_queue import P2PMessage, Received, Value
 from paceline.replica.pipeline.portals import InputPortals, SendGradient
 from paceline.replica.pipeline.split_backward import DeferredWeightGrads, Splitter, replace_ops
 from paceline.replica.pipeline.stage_graph import MOST_SPLIT_BYTES, PartGraph, ShortPasses
-from paceline.replica.single import step_seed
 from paceline.replica.tensor.tp_group import CollectiveModule
 
 

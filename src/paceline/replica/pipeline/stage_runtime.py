@@ -12,6 +12,7 @@ from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.types import Clock
 from paceline.device import CPU, placed
 from paceline.replica.activation_memory import ActivationMemory
+from paceline.replica.autograd import Autograd, step_seed
 from paceline.replica.base import Batch
 from paceline.replica.module_utils import get_or_create_submodule, tensors_of
 from paceline.replica.pipeline.comm_plan import PipelineContext, ScheduledAction
@@ -19,7 +20,6 @@ from paceline.replica.pipeline.cut import Part
 from paceline.replica.pipeline.micro_batches import MicroBatch, micro_batches
 from paceline.replica.pipeline.p2p_queue import P2PQueue, Received
 from paceline.replica.pipeline.stage import PipelineStage
-from paceline.replica.single import Autograd, step_seed
 from paceline.trace import spans
 from paceline.trace.recorder import NullRecorder
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.types import Clock, ReplicaId
 from paceline.replica.activation_memory import ActivationMemory, StorageCounter
+from paceline.replica.autograd import NO_RECORDER, Autograd, GradientHandoff, step_seed
 from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.capture.input_spec import shapes_of
 from paceline.replica.compilation import CompiledPart
 from paceline.replica.flat_state import FlatLayout, FlatState, finite
-from paceline.replica.single import NO_RECORDER, Autograd, GradientHandoff, step_seed
 from paceline.replica.tensor.placements import PARTIAL_GRAD
 from paceline.replica.tensor.prepare import PreparedShard
 from paceline.replica.tensor.tp_group import PartialGrads
