@@ -60,7 +60,8 @@ def profiles() -> dict[str, Profile]:
 def predicted(name: str, found: Profile, arrangement: Arrangement) -> Sequence[WorkerMemory]:
     """Return the memory of a worker of each stage."""
     a = replace(arrangement, micro_batch=found.batch / arrangement.micro_batches)
-    workload, cluster = MeasuredWorkload(found, 2, found.batch * a.replicas), cluster_of(found, 2)
+    workload = MeasuredWorkload(found, 2, found.batch * a.replicas)
+    cluster = replace(cluster_of(found, 2), shares_memory=False)  # each device has a memory of its own
     layers = workload.layers(a)
     cuts = ([layer.name for layer in layers].index(CUTS[name]),) if a.stages > 1 else ()
     division = StageDivision(layers, cuts, stages_of(layers, cuts, a, cluster))
