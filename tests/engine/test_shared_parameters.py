@@ -9,6 +9,9 @@ import torch
 from torch import nn
 
 from paceline.comm.fork_server import ForkServer
+from paceline.engine.distributed import gradient_buckets
+from paceline.engine.distributed.reduce_buffer import ReduceBuffer
+from paceline.engine.distributed.zero1 import HeldGradients
 from paceline.engine.distributed.zero_partition import SharedPartition
 from paceline.replica.flat_state import DtypeBuffer, FlatLayout
 from tests.engine.distributed_cases import kept
@@ -104,6 +107,21 @@ def test_who_writes_it_is_killed_and_the_other_told(tmp_path: Path, session_fork
     told: list[Any] = statuses(session_fork_server, children)
     assert "SIGSEGV" in told[1]
     assert told[0] == "exit code 1"
+
+
+def test_gradients_that_no_update_has_taken_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_buckets, "APART_BYTES", 1)
+    module = nn.Linear(3, 2)
+    held = HeldGradients(ReduceBuffer(FlatLayout.of(module), RANKS))
+    for value in (1.0, 2.0):  # the first Δ comes too late, say
+        gradients = [torch.full_like(parameter, value) for parameter in module.parameters()]
+        for index, gradient in enumerate(gradients):
+            held.add(index, gradient, 1.0)
+        held.flush()
+        held.wait("")
+    taken = held.take()
+    assert [given is not None and given.unique().tolist() for given in taken] == [[2.0], [2.0]]
+    assert held.take() == []
 
 
 @pytest.mark.parametrize("elements", [1, 15, 16, 1000])

@@ -97,6 +97,7 @@ class Step:
         """
         a, numerics, overlap, last = self.arrangement, self.workload.numerics, self.overlap_model, len(self.stages) - 1
         built, result = dict[object, WorkerMemory](), list[WorkerMemory]()
+        shares = shares_parameters(a, self.cluster)
         for j, (stage, flying) in enumerate(zip(self.stages, in_flight(a), strict=True)):
             versions = weight_versions(a.schedule, a.stages, j)
             key = id(stage), versions, a.stage_replicas[j], j == last, flying
@@ -104,12 +105,12 @@ class Step:
                 among, size = a.parameter_replicas(j), stage.parameters
                 # 1910.02054, figure 1: the optimizer's state is divided first, then gradients, then parameters.
                 zero_1, zero_2, zero_3 = (among if a.divided >= level else 1 for level in (1, 2, 3))
-                if shares_parameters(a, self.cluster):  # each counts its part of what there is once
+                if shares:  # each counts its part of what there is once
                     zero_3 = among
                 # A message is received while another is sent; the last stage sends nothing on.
                 buffers: float = stage.working_bytes + (0 if j == last else 2 * stage.sent_bytes)
                 # A worker's slice of the sum is beside Δ, whose memory the sum still reads.
-                if a.divided == 1 and not shares_parameters(a, self.cluster):
+                if a.divided == 1 and not shares:
                     buffers += numerics.gradient * size / zero_1
                 parameters = versions * numerics.parameter * size / zero_3
                 states = parameters, numerics.gradient * size / zero_2, numerics.optimizer * size / zero_1

@@ -26,6 +26,7 @@ from paceline.comm.shared_memory import SpillAllocator
 from paceline.comm.shared_pickle import object_of, parts_of
 from paceline.core.data_order import BatchRange
 from paceline.core.delta import Distance
+from paceline.core.errors import InputError
 from paceline.core.records import Record, ReplicaExit
 from paceline.core.types import Nanoseconds, ReplicaId, Seconds, Version
 from paceline.device import CPU
@@ -68,10 +69,21 @@ def fresh(program: Program, trained: nn.Module | None) -> nn.Module:
     Args:
         program: of the run.
         trained: the model that this process trains; None: none.
+
+    Raises:
+        InputError: it returns those that are trained, and they can't be copied.
     """
     model = materialize(program, SpillAllocator())
     known = set() if trained is None else set(map(id, tensors_of(trained).values()))
-    return copy.deepcopy(model) if any(id(tensor) in known for tensor in tensors_of(model).values()) else model
+    if known.isdisjoint(map(id, tensors_of(model).values())):
+        return model
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:  # whatever a module raises that can't be copied, as one of FSDP2
+        raise InputError(
+            f"model() returned the module that is being trained, which can't be copied ({error}); write model=lambda: "
+            "…, a function that returns a new nn.Module each time"
+        ) from error
 
 
 # Attributes of a coordinator that are the same on all ranks.

@@ -63,18 +63,19 @@ class HeldGradients(GradientBuckets):
 
     def __init__(self, buffer: ReduceBuffer) -> None:
         layout = buffer.state.layout
-        self._held = list[Tensor | None]()
+        self._held, self._complete = list[Tensor | None](), list[Tensor | None]()
         super().__init__(cut_apart(layout), layout, buffer.state.parameters, early=False)
 
     def wait(self, description: str) -> None:
-        """Be ready for the next Δ: the update waits for the sums."""
+        """Be ready for the next Δ: the update waits for the sums of this one."""
         del description
+        self._complete, self._held = self._held, []
         self._reset()
 
     def take(self) -> list[Tensor | None]:
         """Return what this rank contributes to each bucket, None where it is in the vector; it is not held any more."""
-        held, self._held = self._held, []
-        return held
+        complete, self._complete = self._complete, []
+        return complete
 
     def _start(self, part: Tensor, given: Tensor | None) -> None:
         del part

@@ -221,11 +221,11 @@ class PipelineStage:
             upstream.append(torch.full_like(run.loss, micro_batch.weight))
         # Recomputed pieces exist one at a time, so the largest of them counts on top of what is kept.
         self._memory.add(run.transient_bytes)
-        left, shapes = list[Tensor](), micro_batch.shapes
+        shapes = micro_batch.shapes
         defers_first = run.weight_grads is not None and shapes not in self._deferred_bytes
-        before = [(p, p.grad, _version(p.grad)) for p in self.part.module.parameters() if defers_first]
+        before = [(p, p.grad, _version(p.grad)) for p in self.part.module.parameters()] if defers_first else []
         if run.graph is not None and self._short is not None:
-            left = self._short.differentiate(*run.graph, upstream, run.portals)
+            run.graph = run.graph[0], self._short.differentiate(*run.graph, upstream, run.portals)
         elif roots:  # else nothing before this part needs a gradient, and nothing in it
             torch.autograd.backward(roots, upstream)  # type: ignore[arg-type]
         run.portals.close()
@@ -239,8 +239,6 @@ class PipelineStage:
             self._deferred_bytes[shapes] = counter.nbytes
             self._put_off(run.weight_grads, before)
         run.nbytes = self._deferred_bytes.get(shapes, 0)
-        if run.graph is not None:
-            run.graph = run.graph[0], left
         self._keep(micro_batch.index, run)
         if not split:
             self.backward_weight(micro_batch)
