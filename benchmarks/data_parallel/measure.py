@@ -36,7 +36,7 @@ TURN_S = 0.5
 WHOLE = {"models": list(MODELS), "ranks": [1, 2, 4, 8], "batches": [32, 128], "pairs": PAIRS}
 QUICK = {"models": ["cnn", "mlp"], "ranks": [2], "batches": [32], "pairs": 3}
 
-ELEMENTS = (10**4, 10**5, 10**6, 4 * 10**6, 2 * 10**7)
+ELEMENTS = (10**4, 10**5, 3 * 10**5, 10**6, 4 * 10**6, 2 * 10**7)
 """Sizes of A under --divided."""
 
 BACKENDS = ("shm", "gloo")

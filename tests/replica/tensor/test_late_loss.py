@@ -33,11 +33,11 @@ def test_the_loss_is_summed_after_backward() -> None:
     batch = Batch(x, y, 5)
     captured = capture_with_loss(program, program.build(), batch)
     functionalize(captured.module)
+    modules = [program.build() for _ in range(2)]  # here, for a check seeds torch's generator, which all threads share
 
     def work(shards: TPCollectives) -> tuple[float, float, float, list[int]]:
         counted = Weighed(shards)
-        module = program.build()
-        prepared = prepare_shard(program, module, batch, counted, gather_alone, obtain=lambda *_: captured)
+        prepared = prepare_shard(program, modules[shards.rank], batch, counted, gather_alone, obtain=lambda *_: captured)
         calls = [counted.calls]
         (term,) = prepared.shard.module(x, y)
         term.backward()
