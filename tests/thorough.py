@@ -69,6 +69,7 @@ COMPRESSED = (
 
 TABLE: tuple[Thorough, ...] = (
     Thorough("tests/replica/test_step_graph.py::test_a_graphs_run_has_the_bits_of_a_plain_one", PARITY, but_first=True),
+    Thorough("tests/replica/tensor/test_short_steps.py::test_graphs_have_the_same_bits", PARITY, but_first=True),
     Thorough("tests/replica/test_step_graph.py::test_each_size_is_traced_once_as_it_comes", PARITY, but_first=True),
     Thorough("tests/engine/test_graph_engines.py", PARITY, but_first=True),
     Thorough("tests/engine/test_torch_settings.py::test_processes_of_the_local_engine", COMMANDS, but_first=True),

@@ -1,7 +1,9 @@
 """Paceline's side: the distributed engine, with a loop that others may step beside; and its shards without messages."""
 
 import itertools
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -18,6 +20,7 @@ from paceline.replica.tensor.prepare import agreed_op_times, plan_captured, prep
 from paceline.replica.tensor.rewrite import rewrite_for_shard
 from paceline.replica.tensor.shard_forward import ShardForward
 from paceline.replica.tensor.sharding_plan import NO_RULES
+from paceline.replica.tensor.short_steps import ShortSteps
 
 Step: TypeAlias = Callable[[], None]
 
@@ -56,7 +59,7 @@ def _program(row: Row) -> paceline.Program:
 
 
 class Unsent(Side):
-    """The shards' own graphs in a plain loop, where collectives send nothing: no step with this plan takes less.
+    """The shards' own steps in a plain loop, where collectives send nothing: no step with this plan takes less.
 
     Args:
         row: what is trained.
@@ -66,13 +69,24 @@ class Unsent(Side):
         self._x, self._y = row.batch()
         silent, says = Silent(dist.get_rank(), dist.get_world_size()), Bare(dist.new_group(backend="shm")).says
         batch = Batch(self._x, self._y, len(self._x))
-        self._module = prepare_shard(_program(row), row.built(), batch, silent, says, check=False).shard.module
+        prepared = prepare_shard(_program(row), row.built(), batch, silent, says, check=False)
+        self._module, self._leaves = (
+            prepared.shard.module.train(),
+            prepared.captured.input_spec.flatten((self._x, self._y)),
+        )
+        self._short = ShortSteps(self._module, silent, nullcontext, nullcontext)
         self._optimizer = OPTIMIZER(self._module.parameters())
 
     def step(self) -> None:
         self._optimizer.zero_grad()
-        (loss,) = self._module(self._x, self._y)
-        loss.backward()
+        form, graph = self._short.of(self._leaves)
+        if graph is not None:
+            self._short.differentiate(graph, self._leaves, 1.0)
+        else:
+            began = time.perf_counter()
+            (loss,) = self._module(*self._leaves)
+            loss.backward()
+            self._short.passed(form, time.perf_counter() - began)
         self._optimizer.step()
 
     @torch.no_grad()

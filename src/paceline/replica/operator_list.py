@@ -6,8 +6,11 @@ built here is TorchScript's graph itself, operator by operator.
 """
 
 import operator
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
 from typing import Any, TypeAlias
 
 import torch
@@ -60,6 +63,14 @@ def as_it_is() -> Iterator[None]:
         yield
     finally:
         torch._C._jit_set_profiling_mode(before)
+
+
+@cache
+def tracer_import() -> threading.Thread:
+    """Return the thread that imports what tracing needs, which takes seconds: who need not trace does not wait."""
+    thread = threading.Thread(target=import_module, args=("torch._dynamo",), daemon=True)
+    thread.start()
+    return thread
 
 
 class _GraphBuilder:

@@ -143,7 +143,7 @@ class StepGraphs:
         whole = self._whole
 
         def run(inputs: Tree) -> Tensor:
-            loss: Tensor = _Differentiated.apply(partial(self._run, graph), leaves(inputs), *graph.parameters)  # type: ignore[no-untyped-call]
+            loss: Tensor = Differentiated.apply(partial(self._run, graph), leaves(inputs), *graph.parameters)  # type: ignore[no-untyped-call]
             return loss
 
         # The same operators in the same order, but a device may choose its kernels by what else it is doing.
@@ -161,36 +161,17 @@ class StepGraphs:
 
     def _traced(self, inputs: Tree) -> StepGraph:
         """Trace forward, loss and backward on a batch, which changes nothing."""
-        from torch.fx.experimental.proxy_tensor import make_fx  # imported by those that trace, and by nobody else
+        whole = self._whole
 
-        whole, named = self._whole, self._named
-        trained = [name for name, tensor in named.items() if isinstance(tensor, nn.Parameter) and tensor.requires_grad]
-        used: list[str] = []
-
-        def step(tensors: list[Tensor], batch: list[Tensor], weight: Tensor) -> tuple[Tensor, ...]:
-            remaining, own = iter(batch), dict(zip(named, tensors, strict=True))
+        def loss_of(own: Mapping[str, Tensor], batch: Sequence[Tensor]) -> Tensor:
+            remaining = iter(batch)
             with self._program.autocast(str(self._device)):
-                loss = torch.func.functional_call(whole, own, map_tree(lambda _: next(remaining), inputs))
-            sources, of_loss = [own[name] for name in trained], weight.to(loss.dtype)
-            gradients = torch.autograd.grad(
-                loss, sources, of_loss.expand(loss.shape) if loss.dim() else of_loss, allow_unused=True
-            )
-            used[:] = [name for name, gradient in zip(trained, gradients, strict=True) if gradient is not None]
-            # Autograd, too, gives a parameter's gradient the parameter's strides.
-            return (loss.detach(), *(gradient.contiguous() for gradient in gradients if gradient is not None))
+                made: Tensor = torch.func.functional_call(whole, dict(own), map_tree(lambda _: next(remaining), inputs))
+            return made
 
-        sources = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in self._tensors]
         try:
-            with (
-                preserve_state(self._module),
-                _refusing_effects(self._module),
-                warnings.catch_warnings(action="ignore"),
-            ):
-                torch.clear_autocast_cache()  # of weights that the model itself has cast
-                traced = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(
-                    sources, leaves(inputs), self._weight_tensor
-                )
-            operators, constants = operators_of(traced)
+            with preserve_state(self._module), _refusing_effects(self._module):
+                return traced_step(loss_of, self._named, leaves(inputs), self._weight_tensor)
         except Exception as error:
             name = type(whole).__name__
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -199,7 +180,48 @@ class StepGraphs:
                 f"compile=graph: forward, loss and backward of {name} can't be traced{failing_line(error)}: "
                 f"{kind}{reason}; change that, or {WAY_OUT}"
             ) from error
-        return StepGraph(operators, constants, [named[name] for name in used])
+
+
+def traced_step(
+    loss_of: Callable[[Mapping[str, Tensor], Sequence[Tensor]], Tensor],
+    named: Mapping[str, Tensor],
+    batch: Sequence[Tensor],
+    weight: Tensor,
+) -> StepGraph:
+    """Trace forward, loss and backward; nothing is computed.
+
+    Args:
+        loss_of: (tensors of a model by name, leaves of a batch) -> the loss.
+        named: those tensors.
+        batch: leaves of a batch like those that the graph will be given.
+        weight: scalar, the gradient of the loss.
+
+    Raises:
+        InputError: TorchScript has no operator for something.
+        Exception: torch can't trace it.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx  # imported by those that trace, and by nobody else
+
+    trained = [name for name, tensor in named.items() if isinstance(tensor, nn.Parameter) and tensor.requires_grad]
+    used: list[str] = []
+
+    def step(tensors: list[Tensor], batch: list[Tensor], weight: Tensor) -> tuple[Tensor, ...]:
+        own = dict(zip(named, tensors, strict=True))
+        loss = loss_of(own, batch)
+        sources, of_loss = [own[name] for name in trained], weight.to(loss.dtype)
+        gradients = torch.autograd.grad(
+            loss, sources, of_loss.expand(loss.shape) if loss.dim() else of_loss, allow_unused=True
+        )
+        used[:] = [name for name, gradient in zip(trained, gradients, strict=True) if gradient is not None]
+        # Autograd, too, gives a parameter's gradient the parameter's strides.
+        return (loss.detach(), *(gradient.contiguous() for gradient in gradients if gradient is not None))
+
+    sources = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in named.values()]
+    with warnings.catch_warnings(action="ignore"):
+        torch.clear_autocast_cache()  # of weights that the model itself has cast
+        traced = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(sources, list(batch), weight)
+    operators, constants = operators_of(traced)
+    return StepGraph(operators, constants, [named[name] for name in used])
 
 
 def form_of(tree: Tree) -> Hashable:
@@ -227,8 +249,8 @@ def form_of(tree: Tree) -> Hashable:
     return type(tree), tree
 
 
-class _Differentiated(torch.autograd.Function):
-    """(what runs a graph, leaves of a batch, parameters) -> the loss, whose gradients are the graph's."""
+class Differentiated(torch.autograd.Function):
+    """(what runs a graph, leaves of a batch, parameters) -> the loss, whose gradients are the graph's: for checks."""
 
     @staticmethod
     def forward(

@@ -37,7 +37,9 @@ def test_the_loss_is_summed_after_backward() -> None:
 
     def work(shards: TPCollectives) -> tuple[float, float, float, list[int]]:
         counted = Weighed(shards)
-        prepared = prepare_shard(program, modules[shards.rank], batch, counted, gather_alone, obtain=lambda *_: captured)
+        prepared = prepare_shard(
+            program, modules[shards.rank], batch, counted, gather_alone, obtain=lambda *_: captured
+        )
         calls = [counted.calls]
         (term,) = prepared.shard.module(x, y)
         term.backward()

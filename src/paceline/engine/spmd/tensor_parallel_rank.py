@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from paceline.comm.shared_memory import SpillAllocator
 from paceline.core.delta import Distance
+from paceline.device import CPU
 from paceline.engine.run_context import first_batch
 from paceline.engine.spmd.capturing import captured_once
 from paceline.engine.spmd.communicator import Communicator, ring_bytes
@@ -33,6 +34,7 @@ from paceline.replica.tensor.optimizer_check import refuse_unless_elementwise
 from paceline.replica.tensor.placements import Shard, is_counted_on, shard_layout
 from paceline.replica.tensor.prepare import prepare_shard
 from paceline.replica.tensor.runtime import TensorParallel
+from paceline.replica.tensor.short_steps import ShortSteps
 from paceline.replica.tensor.tp_group import TPCollectives
 from paceline.trace.recorder import AnyRecorder, Recorder
 
@@ -274,7 +276,11 @@ class TensorParallelRank(ModelParallelRank):
 
     def worker(self, micro_steps: int, recorder: AnyRecorder, handoff: GradientHandoff | None = None) -> TensorParallel:
         self.shards.record_by(recorder)
-        device = self.run_context.device(self.rank)
+        device, program, shards = self.run_context.device(self.rank), self.prepared.program, self.shards
+        short: ShortSteps | None = None
+        if torch.device(device) == CPU and self._compiled is None:
+            module, autocast = self.prepared.shard.module, functools.partial(program.autocast, device)
+            short = ShortSteps(module, shards, autocast, shards.uncounted)
         return TensorParallel(
             self.prepared,
             self.layout,
@@ -284,6 +290,7 @@ class TensorParallelRank(ModelParallelRank):
             micro_steps=micro_steps,
             loose=handoff,
             compiled=self._compiled,
+            short=short,
         )
 
     def _compile(self, batch: Batch) -> CompiledPart:

@@ -12,12 +12,9 @@ All are the operators that PyTorch itself runs, in its order, so results have th
 part before they are used. A part that can't be traced, or whose graphs do something else, goes on as it is.
 """
 
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence, Set
 from contextlib import AbstractContextManager
-from functools import cache
-from importlib import import_module
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -28,7 +25,7 @@ from paceline.core.types import Seconds
 from paceline.program import Tree, leaves, map_tree
 from paceline.replica.capture.verify import check
 from paceline.replica.module_utils import add_gradients, preserve_state, tensors_of
-from paceline.replica.operator_list import Operators, as_it_is, operators_of, simplify
+from paceline.replica.operator_list import Operators, as_it_is, operators_of, simplify, tracer_import
 from paceline.replica.pipeline.cut import Part
 from paceline.replica.pipeline.micro_batches import MicroBatch
 from paceline.replica.pipeline.p2p_queue import Received
@@ -139,7 +136,7 @@ class ShortPasses:
         if form in self._graphs or len(self._graphs) == MOST:
             return form, self._graphs.get(form)
         seconds, passes = self._spent[form]
-        if not (idle and passes) or seconds < WARM_S or seconds / passes > SHORT_PASS_S or _importing().is_alive():
+        if not (idle and passes) or seconds < WARM_S or seconds / passes > SHORT_PASS_S or tracer_import().is_alive():
             return form, None
         try:
             self._graphs[form] = self._checked(micro_batch, received)
@@ -227,14 +224,6 @@ class _Outputs(nn.Module):
             target = map_tree(lambda _: next(remaining), self._target)
             sent, loss = self._with_loss(list(self.compute(*given)), target)
             return *sent, loss
-
-
-@cache
-def _importing() -> threading.Thread:
-    """Return the thread that imports what tracing needs, which takes seconds: nobody waits for that."""
-    thread = threading.Thread(target=import_module, args=("torch._dynamo",), daemon=True)
-    thread.start()
-    return thread
 
 
 def checked_graph(module: nn.Module, arguments: Sequence[Tensor], *, put_off: Set[str] = frozenset()) -> PartGraph:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import PacelineError, WorkerError
-from paceline.core.types import Clock, ReplicaId
+from paceline.core.types import Clock, Nanoseconds, ReplicaId
 from paceline.replica.activation_memory import ActivationMemory, StorageCounter
 from paceline.replica.autograd import NO_RECORDER, Autograd, GradientHandoff, step_seed
 from paceline.replica.base import Batch, Measured, Replica
@@ -18,6 +18,7 @@ from paceline.replica.compilation import CompiledPart
 from paceline.replica.flat_state import FlatLayout, FlatState, finite
 from paceline.replica.tensor.placements import PARTIAL_GRAD
 from paceline.replica.tensor.prepare import PreparedShard
+from paceline.replica.tensor.short_steps import ShortSteps
 from paceline.replica.tensor.tp_group import PartialGrads
 from paceline.trace.recorder import AnyRecorder, NullRecorder
 
@@ -35,6 +36,7 @@ class TensorParallel(Replica):
         micro_steps: calls of :meth:`advance` for one Δ.
         loose: receives the gradients, on the CPU; None: they are copied into the buffer of Δ.
         compiled: the shard's compiled forward; None: its graph runs as it is.
+        short: runs short steps as lists of operators; None: they are made as long ones are.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class TensorParallel(Replica):
         micro_steps: int = 1,
         loose: GradientHandoff | None = None,
         compiled: CompiledPart | None = None,
+        short: ShortSteps | None = None,
     ) -> None:
         program, self._shards = prepared.program, prepared.shards
         self._seed, self._flatten = program.seed, prepared.captured.input_spec.flatten
@@ -57,6 +60,7 @@ class TensorParallel(Replica):
         self._handoff, self._total_loss = loose, prepared.loss
         self._module = prepared.shard.module
         self._compiled, self._run = compiled, self._module if compiled is None else compiled.function
+        self._short = short
         self._autograd = Autograd(program, self._module, layout, replica, device)
         partial = [name for name, placement in prepared.shard.parameters.items() if placement == PARTIAL_GRAD]
         self._partial_grads = PartialGrads(self._shards, layout, partial) if partial else None
@@ -83,14 +87,9 @@ class TensorParallel(Replica):
         began = time.monotonic_ns()
         try:
             leaves = [leaf.to(self._device) for leaf in self._flatten((batch.input, batch.target))]
-            with self._autocast:
-                if self._compiled is not None:
-                    self._compiled.check_new(shapes_of(leaves), leaves)
-                loss = self._forward(leaves)
-            turned = time.monotonic_ns()
             # With several micro-steps losses are weighed by their samples; `finish` divides by the sum.
-            (loss if self._micro_steps == 1 else loss * float(batch.samples)).backward()  # type: ignore[no-untyped-call]
-            total = self._total_loss(loss.detach())
+            loss, turned = self._differentiate(leaves, 1.0 if self._micro_steps == 1 else float(batch.samples))
+            total = self._total_loss(loss)
             self._shards.reached("the loss")
             value = float(total)
         except PacelineError:
@@ -105,6 +104,22 @@ class TensorParallel(Replica):
         self._loss_sum += value * batch.samples
         self._samples += batch.samples
         return value
+
+    def _differentiate(self, leaves: list[Tensor], weight: float) -> tuple[Tensor, Nanoseconds]:
+        """Add the gradient of ``weight`` · loss; return the loss or a term of it, and when forward had ended."""
+        form, step = (None, None) if self._short is None else self._short.of(leaves)
+        if self._short is not None and step is not None:
+            return self._short.differentiate(step, leaves, weight)
+        began = time.monotonic_ns()
+        with self._autocast:
+            if self._compiled is not None:
+                self._compiled.check_new(shapes_of(leaves), leaves)
+            loss = self._forward(leaves)
+        turned = time.monotonic_ns()
+        (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+        if self._short is not None:
+            self._short.passed(form, (time.monotonic_ns() - began) * 1e-9)
+        return loss.detach(), turned
 
     def _forward(self, leaves: list[Tensor]) -> Tensor:
         """Return the loss; count what is saved for backward where the batch has new shapes."""
