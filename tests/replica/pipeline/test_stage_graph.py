@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from paceline.replica.operator_list import tracer_import
 from paceline.replica.pipeline import stage, stage_graph
 from paceline.replica.pipeline.micro_batches import MicroBatch
 from paceline.replica.pipeline.stage import PipelineStage
@@ -23,7 +24,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[PartGraph]:
     """The graphs that passes had, of which each form has one from its second pass on."""
     found: list[PartGraph] = []
     run = ShortPasses.run
-    stage_graph._importing().join()
+    tracer_import().join()
 
     def counted(self: Any, graph: PartGraph, *words: Any) -> Any:
         found.append(graph)
