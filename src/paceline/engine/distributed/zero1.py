@@ -47,9 +47,9 @@ LEAST_ELEMENTS = 300_000
 def pays(program: Program, layout: FlatLayout, backend: str) -> bool:
     """Return whether ZeRO-1 should make a step of replicas of one worker quicker than the whole optimizer on each rank.
 
-    Where ranks share the memory of A, 300,000 elements took 0.78 to 1.06 of the time with 2 and 4 ranks under SGD and
-    Adam, a million and more 0.55 to 0.91. Fewer took up to 1.36 of it, and over Gloo, where A is gathered, all sizes
-    1.17 and more (benchmarks/data_parallel).
+    Where ranks share the memory of A, 300,000 elements took 0.84 to 0.95 of the time with 2 and 4 ranks under SGD and
+    Adam, a million and more 0.57 to 0.85. Fewer took up to 1.26 of it, and over Gloo, where A is gathered, all sizes
+    1.28 and more (benchmarks/data_parallel).
     """
     if backend != SHM or sum(block.elements for block in layout.parameters) < LEAST_ELEMENTS:
         return False
