@@ -1,5 +1,7 @@
 """A block of Python code that runs too long is ended, in any thread and whatever it catches."""
 
+import subprocess
+import sys
 import threading
 from typing import NoReturn
 
@@ -67,3 +69,36 @@ def test_a_block_that_is_done_leaves_nothing_behind() -> None:
     with pytest.raises(ValueError, match="its own"), limited(600):
         raise ValueError("its own")
     assert threading.active_count() == before
+
+
+PROFILED = """
+import cProfile, faulthandler
+from paceline.core.deadline import limited
+
+faulthandler.dump_traceback_later(60, exit=True)
+try:
+    with limited({seconds}):
+        while {endless}:
+            pass
+except TimeoutError:
+    print("ended")
+
+def function():
+    return 1
+
+profile = cProfile.Profile()
+for number in range(200):
+    if number == 100:
+        profile.enable()
+    function()
+print("profiled")
+"""
+
+
+@pytest.mark.parametrize(("seconds", "endless", "said"), [(600, False, []), (SOON_S, True, ["ended"])])
+def test_the_interpreter_is_left_as_it_was(seconds: float, endless: bool, said: list[str]) -> None:
+    # CPython 3.11 looks for what is pending before the first instruction of each function that is profiled, again and
+    # again while something is.
+    code = PROFILED.format(seconds=seconds, endless=endless)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout.split()) == (0, [*said, "profiled"]), ended.stderr

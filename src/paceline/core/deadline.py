@@ -10,6 +10,9 @@ from paceline.core.types import Seconds
 # Between two exceptions, where the code has caught the last one and goes on.
 AGAIN_S: Seconds = 1.0
 
+# Within which a thread raises what it was asked for: it looks at each backward jump.
+_INSTRUCTIONS = 1000
+
 
 class _Expired(BaseException):
     """Raised within a block whose time is up; no Exception, which the code in it might handle."""
@@ -37,31 +40,44 @@ def limited(seconds: Seconds) -> Iterator[None]:
                     expired, left = True, AGAIN_S
                     _raise_in(thread, _Expired)
 
+    def stop() -> None:
+        with lock:
+            done.set()
+        if expired:
+            _catch_pending(thread)
+
     watcher = threading.Thread(target=watch, name="deadline", daemon=True)
     watcher.start()
     try:
         try:
             yield
         finally:
-            _stop(done, lock, thread)
+            stop()
     except BaseException as error:
         if expired and isinstance(error, (_Expired, Exception)):  # the code may have made another error of it
             raise TimeoutError(f"not done within {seconds:g} s") from error
         raise
     finally:  # once more: the exception may have come within the first
-        _stop(done, lock, thread)
+        stop()
         watcher.join()
     if expired:  # the code has caught it, and what it did then is not known
         raise TimeoutError(f"not done within {seconds:g} s")
 
 
-def _stop(done: threading.Event, lock: threading.Lock, thread: int) -> None:
-    """End the watch, and take back an exception that has not been raised yet."""
-    with lock:
-        done.set()
-        _raise_in(thread, None)
+def _catch_pending(thread: int) -> None:
+    """Catch an exception that this thread has been asked for, and that may not have been raised yet.
+
+    Taken back instead, it would leave CPython's word that something is pending for good (3.11): all code is slower
+    then, and a profiler that is enabled later hangs.
+    """
+    try:
+        _raise_in(thread, _Expired)  # in place of one that is pending
+        for _ in range(_INSTRUCTIONS):
+            pass
+    except _Expired:
+        return
 
 
-def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    """Have a thread raise an exception at its next instruction; None: what was asked for is dropped."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None if kind is None else ctypes.py_object(kind))
+def _raise_in(thread: int, kind: type[BaseException]) -> None:
+    """Have a thread raise an exception at its next instruction."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
