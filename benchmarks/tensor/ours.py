@@ -70,24 +70,21 @@ class Unsent(Side):
         silent, says = Silent(dist.get_rank(), dist.get_world_size()), Bare(dist.new_group(backend="shm")).says
         batch = Batch(self._x, self._y, len(self._x))
         prepared = prepare_shard(_program(row), row.built(), batch, silent, says, check=False)
-        self._module, self._leaves = (
-            prepared.shard.module.train(),
-            prepared.captured.input_spec.flatten((self._x, self._y)),
-        )
+        self._module = prepared.shard.module.train()
+        self._leaves = prepared.captured.input_spec.flatten((self._x, self._y))
         self._short = ShortSteps(self._module, silent, nullcontext, nullcontext)
         self._optimizer = OPTIMIZER(self._module.parameters())
 
     def step(self) -> None:
         self._optimizer.zero_grad()
-        form, graph = self._short.of(self._leaves)
-        if graph is not None:
-            self._short.differentiate(graph, self._leaves, 1.0)
-        else:
-            began = time.perf_counter()
-            (loss,) = self._module(*self._leaves)
-            loss.backward()
-            self._short.passed(form, time.perf_counter() - began)
+        self._short.differentiate(self._leaves, 1.0, self._plain)
         self._optimizer.step()
+
+    def _plain(self) -> tuple[Tensor, int]:
+        (loss,) = self._module(*self._leaves)
+        turned = time.monotonic_ns()
+        loss.backward()
+        return loss, turned
 
     @torch.no_grad()
     def forward(self) -> None:

@@ -10,8 +10,8 @@ from paceline.core.types import Seconds
 # Between two exceptions, where the code has caught the last one and goes on.
 AGAIN_S: Seconds = 1.0
 
-# Within which a thread raises what it was asked for: it looks at each backward jump.
-_INSTRUCTIONS = 1000
+# Rounds of a loop within which a thread raises what it was asked for: it looks in each of them.
+_ROUNDS = 1000
 
 
 class _Expired(BaseException):
@@ -72,7 +72,7 @@ def _catch_pending(thread: int) -> None:
     """
     try:
         _raise_in(thread, _Expired)  # in place of one that is pending
-        for _ in range(_INSTRUCTIONS):
+        for _ in range(_ROUNDS):
             pass
     except _Expired:
         return

@@ -19,6 +19,10 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from paceline.core.errors import InputError
+from paceline.core.types import Seconds
+
+# Seconds of passes of one form before it is traced, which takes about as long: a short run is not held up.
+WARM_S: Seconds = 0.1
 
 # Of tensors, those of a graph's inputs in their order.
 Operators: TypeAlias = Callable[..., Sequence[Tensor]]

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,19 +45,31 @@ MOST = 16
 """Forms of batches that have graphs; others run as they are."""
 
 
-class StepGraph(NamedTuple):
+class StepGraph:
     """Forward, loss and backward for one form of batch.
 
     Args:
-        operators: (a model's tensors, the leaves of a batch, the gradient of the loss, ``constants``) -> the mean loss,
-            and the gradients of ``parameters``.
+        operators: (a model's tensors, the leaves of a batch, the gradient of the loss, ``constants``) -> the loss, and
+            the gradients of ``parameters``.
         constants: tensors that forward has made from numbers.
         parameters: those that the loss depends on.
+        weight: scalar that the gradient of the loss is written to, 1 at first.
     """
 
-    operators: Operators
-    constants: Sequence[Tensor]
-    parameters: Sequence[Tensor]
+    def __init__(
+        self, operators: Operators, constants: Sequence[Tensor], parameters: Sequence[Tensor], weight: Tensor
+    ) -> None:
+        self._operators, self._constants, self.parameters = operators, constants, parameters
+        self._weight, self._weight_tensor = 1.0, weight
+
+    def run(self, tensors: Sequence[Tensor], batch: Sequence[Tensor], weight: float = 1.0) -> Sequence[Tensor]:
+        """Return the loss, and the gradients of ``weight`` · loss."""
+        if weight != self._weight:
+            self._weight = weight
+            self._weight_tensor.fill_(weight)
+        # Not under no_grad, where some operators keep nothing for the backward that is called after them.
+        with torch._C._AutoDispatchBelowAutograd():
+            return self._operators(*tensors, *batch, self._weight_tensor, *self._constants)
 
 
 class StepGraphs:
@@ -78,8 +90,6 @@ class StepGraphs:
         self._named = tensors_of(module)
         self._tensors = list(self._named.values())
         self._graphs = dict[Hashable, StepGraph]()
-        self._weight, self._weight_tensor = 1.0, torch.ones((), device=device)
-        """The gradient of the loss, as a number and as a tensor."""
         _refuse_hooks(module)
 
     def check(self, batch: Batch, samples: Sequence[int] = ()) -> None:
@@ -127,16 +137,11 @@ class StepGraphs:
         return loss
 
     def _run(self, graph: StepGraph, batch: Sequence[Tensor], weight: float = 1.0) -> Sequence[Tensor]:
-        if weight != self._weight:
-            self._weight = weight
-            self._weight_tensor.fill_(weight)
-        # Not under no_grad, where some operators keep nothing for the backward that is called after them.
-        with torch._C._AutoDispatchBelowAutograd():
-            try:
-                return graph.operators(*self._tensors, *batch, self._weight_tensor, *graph.constants)
-            except RuntimeError as error:  # the operator's own words come last
-                said = str(error).strip().rpartition("Error: ")[2]
-                raise RuntimeError(f"{said} (compile=false says in which line of the model)") from error
+        try:
+            return graph.run(self._tensors, batch, weight)
+        except RuntimeError as error:  # the operator's own words come last
+            said = str(error).strip().rpartition("Error: ")[2]
+            raise RuntimeError(f"{said} (compile=false says in which line of the model)") from error
 
     def _checked(self, inputs: Tree) -> StepGraph:
         """Return the graph for a batch, compared with the model, which is left as it is."""
@@ -171,7 +176,7 @@ class StepGraphs:
 
         try:
             with preserve_state(self._module), _refusing_effects(self._module):
-                return traced_step(loss_of, self._named, leaves(inputs), self._weight_tensor)
+                return traced_step(loss_of, self._named, leaves(inputs), self._device)
         except Exception as error:
             name = type(whole).__name__
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -186,7 +191,7 @@ def traced_step(
     loss_of: Callable[[Mapping[str, Tensor], Sequence[Tensor]], Tensor],
     named: Mapping[str, Tensor],
     batch: Sequence[Tensor],
-    weight: Tensor,
+    device: torch.device = CPU,
 ) -> StepGraph:
     """Trace forward, loss and backward; nothing is computed.
 
@@ -194,7 +199,7 @@ def traced_step(
         loss_of: (tensors of a model by name, leaves of a batch) -> the loss.
         named: those tensors.
         batch: leaves of a batch like those that the graph will be given.
-        weight: scalar, the gradient of the loss.
+        device: of the loss.
 
     Raises:
         InputError: TorchScript has no operator for something.
@@ -217,11 +222,12 @@ def traced_step(
         return (loss.detach(), *(gradient.contiguous() for gradient in gradients if gradient is not None))
 
     sources = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in named.values()]
+    weight = torch.ones((), device=device)
     with warnings.catch_warnings(action="ignore"):
         torch.clear_autocast_cache()  # of weights that the model itself has cast
         traced = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(sources, list(batch), weight)
     operators, constants = operators_of(traced)
-    return StepGraph(operators, constants, [named[name] for name in used])
+    return StepGraph(operators, constants, [named[name] for name in used], weight)
 
 
 def form_of(tree: Tree) -> Hashable:

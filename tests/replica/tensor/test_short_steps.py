@@ -1,6 +1,7 @@
 """A shard's step as a graph does what the shard does, bit for bit, and all shards have graphs, or none."""
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from copy import deepcopy
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from paceline.program import leaves
 from paceline.replica.module_utils import tensors_of
 from paceline.replica.operator_list import tracer_import
+from paceline.replica.step_graph import form_of
 from paceline.replica.tensor import short_steps
 from paceline.replica.tensor.rewrite import rewrite_for_shard
 from paceline.replica.tensor.short_steps import ShortSteps
@@ -23,9 +25,21 @@ from tests.replica.tensor.test_models import LARGE, SMALL, made
 from tests.replica.tensor.threads import together
 
 
+class Ticks(threading.local):
+    """A clock for each thread, which goes on by a millisecond each time it is looked at, as a step does twice."""
+
+    now = 0
+
+    def monotonic_ns(self) -> int:
+        """Return nanoseconds."""
+        self.now += 10**6
+        return self.now
+
+
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are short enough, and were made for long enough."""
+    monkeypatch.setattr(short_steps, "time", Ticks())
     monkeypatch.setattr(short_steps, "WARM_S", 0.0)
     monkeypatch.setattr(short_steps, "SHORT_STEP_S", float("inf"))
     tracer_import().join()
@@ -54,19 +68,23 @@ class Shard:
 
     def step(self, weight: float = 1.0) -> tuple[bool, list[Tensor]]:
         """Whether it was made by a graph; loss, gradients and buffers."""
+        plain = False
+
+        def as_it_is() -> tuple[Tensor, int]:
+            nonlocal plain
+            plain = True
+            loss = self.module(*self.leaves)[0]
+            turned = time.monotonic_ns()
+            (loss * weight).backward()
+            return loss.detach(), turned
+
         for parameter in self.module.parameters():
             parameter.grad = None
-        form, step = self.short.of(self.leaves)
-        if step is not None:
-            loss, turned = self.short.differentiate(step, self.leaves, weight)
-            assert 0 < turned <= time.monotonic_ns()
-        else:
-            loss = self.module(*self.leaves)[0]
-            (loss * weight).backward()
-            self.short.passed(form, 1e-3)
-        tensors = tensors_of(self.module).values()
-        found = [loss.detach(), *(p.grad for p in tensors if p.grad is not None)]
-        return step is not None, [each.clone() for each in (*found, *self.module.buffers())]
+        began = time.monotonic_ns()
+        loss, turned = self.short.differentiate(self.leaves, weight, as_it_is)
+        assert began < turned <= time.monotonic_ns()
+        found = [loss, *(p.grad for p in tensors_of(self.module).values() if p.grad is not None)]
+        return not plain, [each.clone() for each in (*found, *self.module.buffers())]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +100,7 @@ def test_graphs_have_the_same_bits(name: str, k: int) -> None:
         found = []
         for weight in (1.0, 1.0, 1.0, 7.0):
             by_graph, mine = graphed.step(weight)
-            plain.short.steps[plain.short.of(plain.leaves)[0]] = None  # it has none
+            plain.short.steps[form_of(plain.leaves)] = None  # it has none
             _, its = plain.step(weight)
             same = len(mine) == len(its) and all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
             found.append((by_graph, same))
@@ -153,7 +171,7 @@ def test_a_short_run_is_not_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(shard: Shard) -> list[bool]:
         return [shard.step()[0] for _ in range(10)]
 
-    # A step counts as a millisecond here: 8 of them are the first power of two that is long enough.
+    # A step takes a millisecond: 8 of them are the first power of two that is long enough.
     assert by_hand(work) == [[False] * 8 + [True] * 2] * 2
 
 

@@ -25,7 +25,7 @@ from paceline.core.types import Seconds
 from paceline.program import Tree, leaves, map_tree
 from paceline.replica.capture.verify import check
 from paceline.replica.module_utils import add_gradients, preserve_state, tensors_of
-from paceline.replica.operator_list import Operators, as_it_is, operators_of, simplify, tracer_import
+from paceline.replica.operator_list import WARM_S, Operators, as_it_is, operators_of, simplify, tracer_import
 from paceline.replica.pipeline.cut import Part
 from paceline.replica.pipeline.micro_batches import MicroBatch
 from paceline.replica.pipeline.p2p_queue import Received
@@ -41,9 +41,6 @@ WithLoss: TypeAlias = Callable[[list[Any], Tree], tuple[list[Any], Tensor]]
 # product and a sum, where one call makes both otherwise. On an AMD EPYC a weight of 4 MiB and 64 samples took 1.7 ms
 # instead of 1.3 (torch 2.13, one thread, medians of 200).
 MOST_SPLIT_BYTES = 4 << 20
-
-# Seconds of forward passes of one form before it is traced, which takes about as long: a short run is not held up.
-WARM_S: Seconds = 0.1
 
 
 class PartGraph(NamedTuple):

@@ -180,7 +180,7 @@ def check_same_plan(plan: ShardingPlan, gather: GatherText) -> None:
 
 
 # Held by a thread while it patches torch.
-_PATCH_LOCK = threading.Lock()
+PATCHING = threading.Lock()
 
 
 def _refuse_saved_hooks(module: nn.Module, inputs: Any, name: str) -> None:
@@ -192,7 +192,7 @@ def _refuse_saved_hooks(module: nn.Module, inputs: Any, name: str) -> None:
         name: name of the model.
     """
     entered = list[Any]()
-    with preserve_state(module), _PATCH_LOCK:
+    with preserve_state(module), PATCHING:
         enter = saved_tensors_hooks.__enter__
 
         def record(self: Any) -> None:

@@ -1,5 +1,6 @@
 """Δ by tensor parallelism: one shard of a replica, which computes its part of every gradient."""
 
+import functools
 import math
 import time
 import traceback
@@ -88,7 +89,9 @@ class TensorParallel(Replica):
         try:
             leaves = [leaf.to(self._device) for leaf in self._flatten((batch.input, batch.target))]
             # With several micro-steps losses are weighed by their samples; `finish` divides by the sum.
-            loss, turned = self._differentiate(leaves, 1.0 if self._micro_steps == 1 else float(batch.samples))
+            weight = 1.0 if self._micro_steps == 1 else float(batch.samples)
+            plain = functools.partial(self._differentiate, leaves, weight)
+            loss, turned = plain() if self._short is None else self._short.differentiate(leaves, weight, plain)
             total = self._total_loss(loss)
             self._shards.reached("the loss")
             value = float(total)
@@ -107,18 +110,12 @@ class TensorParallel(Replica):
 
     def _differentiate(self, leaves: list[Tensor], weight: float) -> tuple[Tensor, Nanoseconds]:
         """Add the gradient of ``weight`` · loss; return the loss or a term of it, and when forward had ended."""
-        form, step = (None, None) if self._short is None else self._short.of(leaves)
-        if self._short is not None and step is not None:
-            return self._short.differentiate(step, leaves, weight)
-        began = time.monotonic_ns()
         with self._autocast:
             if self._compiled is not None:
                 self._compiled.check_new(shapes_of(leaves), leaves)
             loss = self._forward(leaves)
         turned = time.monotonic_ns()
         (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
-        if self._short is not None:
-            self._short.passed(form, (time.monotonic_ns() - began) * 1e-9)
         return loss.detach(), turned
 
     def _forward(self, leaves: list[Tensor]) -> Tensor:

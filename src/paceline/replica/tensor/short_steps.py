@@ -11,10 +11,10 @@ Operators and collectives are those of the shard as it is, in its order, so resu
 """
 
 import math
-import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -25,20 +25,15 @@ from paceline.core.errors import InputError
 from paceline.core.types import Nanoseconds, Seconds
 from paceline.replica.capture.verify import check, model_runs
 from paceline.replica.module_utils import add_gradients, preserve_state, tensors_of
-from paceline.replica.operator_list import as_it_is, tracer_import
+from paceline.replica.operator_list import WARM_S, as_it_is, tracer_import
 from paceline.replica.step_graph import MOST, Differentiated, StepGraph, form_of, traced_step
 from paceline.replica.tensor.graph_collectives import GraphCollectives
+from paceline.replica.tensor.prepare import PATCHING
 from paceline.replica.tensor.tp_group import TPCollectives
 from paceline.schedule.base import SHORT_PASS_S
 
-# Of what Python and autograd take, about a millisecond, little is left of a longer step; backward takes two forwards.
+# Python and autograd take 0.5 to 1.5 ms of a step, which is little of a longer one; backward takes two forwards.
 SHORT_STEP_S: Seconds = 3 * SHORT_PASS_S
-
-# Seconds of steps of one form before it is traced, which takes about as long: a short run is not held up.
-WARM_S: Seconds = 0.1
-
-# Held by a thread that traces: it patches torch.
-_TRACING = threading.Lock()
 
 
 class ShardStep(NamedTuple):
@@ -83,20 +78,41 @@ class ShortSteps:
         self._module, self._shards, self._autocast, self._uncounted = module, shards, autocast, uncounted
         self._named = tensors_of(module)
         self._tensors = list(self._named.values())
-        self._weight, self._weight_tensor = 1.0, torch.ones(())
-        """The gradient of the loss, as a number and as a tensor."""
         self.steps: dict[Hashable, ShardStep | None] = {}
         """By form of batch; None: it has no graph."""
         self._made: dict[Hashable, Made] = defaultdict(Made)
 
-    def of(self, leaves: Sequence[Tensor]) -> tuple[Hashable, ShardStep | None]:
-        """Return the form of a batch and the graph for it, None: its step is made as it is; all shards call it."""
+    def differentiate(
+        self, leaves: Sequence[Tensor], weight: float, plain: Callable[[], tuple[Tensor, Nanoseconds]]
+    ) -> tuple[Tensor, Nanoseconds]:
+        """Add the gradient of ``weight`` · loss to the parameters' ``grad``; all shards call it together.
+
+        Args:
+            leaves: of the batch.
+            weight: of the loss.
+            plain: does the same as the shard is, where there is no graph.
+
+        Returns:
+            What the shard returns, and when its forward pass had ended.
+        """
         form = form_of(leaves)
-        if form in self.steps or len(self.steps) == MOST:
-            return form, self.steps.get(form)
+        step = self.steps[form] if form in self.steps else self._agreed(form, leaves)
+        if step is not None:
+            loss, *gradients = self._run(step, leaves, weight)
+            add_gradients(step.graph.parameters, gradients)
+            return loss, step.collectives.turned_ns
+        began = time.monotonic_ns()
+        made = plain()
         number, seconds, shortest = self._made[form]
-        if number < 2 or number.bit_count() > 1:  # agreed on after 2, 4, 8, ...
-            return form, None
+        took_s = (time.monotonic_ns() - began) * 1e-9
+        self._made[form] = Made(number + 1, seconds + took_s, min(shortest, took_s))
+        return made
+
+    def _agreed(self, form: Hashable, leaves: Sequence[Tensor]) -> ShardStep | None:
+        """Return the graph for a form that had none, once the shards agree that it is time; None: not yet, or never."""
+        number, seconds, shortest = self._made[form]
+        if len(self.steps) == MOST or number < 2 or number.bit_count() > 1:  # they look after 2, 4, 8, ... steps
+            return None
         early = seconds < WARM_S or (shortest <= SHORT_STEP_S and tracer_import().is_alive())
         with self._uncounted():
             slowest, too_early = self._largest(shortest, float(early))
@@ -104,37 +120,17 @@ class ShortSteps:
                 self.steps[form] = None
             elif not too_early:
                 self.steps[form] = self._checked(leaves)
-        return form, self.steps.get(form)
-
-    def passed(self, form: Hashable, seconds: Seconds) -> None:
-        """Note a step without a graph."""
-        before = self._made[form]
-        self._made[form] = Made(before.number + 1, before.seconds + seconds, min(before.shortest, seconds))
-
-    def differentiate(self, step: ShardStep, leaves: Sequence[Tensor], weight: float) -> tuple[Tensor, Nanoseconds]:
-        """Add the gradient of ``weight`` · loss to the parameters' ``grad``; all shards call it.
-
-        Returns:
-            What the shard returns, and when its forward pass had ended.
-        """
-        loss, *gradients = self._run(step, leaves, weight)
-        add_gradients(step.graph.parameters, gradients)
-        return loss, step.collectives.turned_ns
+        return self.steps.get(form)
 
     def _run(self, step: ShardStep, leaves: Sequence[Tensor], weight: float = 1.0) -> Sequence[Tensor]:
-        if weight != self._weight:
-            self._weight = weight
-            self._weight_tensor.fill_(weight)
         graph, collectives = step
         collectives.error = None
-        # Not under no_grad, where some operators keep nothing for the backward that is called after them.
-        with torch._C._AutoDispatchBelowAutograd():
-            try:
-                return graph.operators(*self._tensors, *leaves, self._weight_tensor, *graph.constants)
-            except Exception:
-                if collectives.error is not None:
-                    raise collectives.error from None  # its own traceback says where
-                raise
+        try:
+            return graph.run(self._tensors, leaves, weight)
+        except Exception:
+            if collectives.error is not None:
+                raise collectives.error from None  # its own traceback says where
+            raise
 
     def _largest(self, *numbers: float) -> list[float]:
         """Return the largest number of all shards, of each; all of them call it together."""
@@ -145,10 +141,8 @@ class ShortSteps:
     def _checked(self, leaves: Sequence[Tensor]) -> ShardStep | None:
         """Return the graph for a batch, compared with the shard as it is; all shards get one, or none of them."""
         step: ShardStep | None = None
-        try:
+        with suppress(Exception):  # whatever torch raises where it can't trace; the shard as it is is right in any case
             step = self._traced(leaves)
-        except Exception:  # whatever torch raises where it can't trace; the shard as it is is right in any case
-            step = None
         if any(self._largest(float(step is None))):
             return None
         assert step is not None, "no shard has failed"
@@ -177,8 +171,8 @@ class ShortSteps:
             collectives.turn(loss.detach())
             return loss
 
-        with _TRACING, preserve_state(module), collectives.tracing(module):
-            step = ShardStep(traced_step(loss_of, self._named, leaves, self._weight_tensor), collectives)
+        with PATCHING, preserve_state(module), collectives.tracing(module):
+            step = ShardStep(traced_step(loss_of, self._named, leaves), collectives)
             collectives.alone = True
             with as_it_is():
                 self._run(step, leaves)
