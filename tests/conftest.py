@@ -3,7 +3,7 @@
 import functools
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,19 @@ def preloaded(config: pytest.Config) -> tuple[str, ...]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let the tests of tests/accelerator run on a device of this host."""
     parser.addoption("--device", default="sim", help="sim, the simulated accelerator; a type of device; or auto")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Fail for a test file that can't be imported.
+
+    Doctests are looked for first, and skip it, as they should a module of a package that is not installed; then nobody
+    looks for its tests (pytest 9.2).
+    """
+    report = yield
+    if report.skipped and report.nodeid.startswith("tests/") and "unable to import module" in str(report.longrepr):
+        report.outcome = "failed"
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
