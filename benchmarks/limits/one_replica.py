@@ -3,8 +3,9 @@
     python benchmarks/limits/one_replica.py
 
 The plain loop draws a permutation of the samples, and of each batch of it clears the gradients, computes loss and
-backward, and steps. Paceline makes its steps as the model stands, and as a graph (compile=graph). All take turns; a
-ratio is the median of the turns'.
+backward, and steps. Paceline makes its steps unasked, which soon are graphs, for these models are
+pure; as graphs from the first one (compile=graph); and as they are, of models that are not pure, for they count their
+calls. All take turns; a ratio is the median of the turns'.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from paceline import Program, train
@@ -41,6 +42,19 @@ def cnn() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (1, 8, 8)), *convolutions, nn.Flatten(), nn.Linear(512, CLASSES))
 
 
+class Counting(nn.Module):
+    """A model that counts its calls."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.model, self.calls = make(), 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        found: Tensor = self.model(inputs)
+        return found
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": mlp, "cnn": cnn}
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -51,12 +65,21 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 ENGINES: dict[str, Callable[[], Engine]] = {"local": LocalEngine, "distributed": DistributedEngine}
 
 
-def program_of(model: str, optimizer: str) -> Program:
+SIDES = {
+    "unasked": ("compile=false", False),
+    "compile=graph": ("compile=graph", False),
+    "not pure": ("compile=false", True),
+}
+"""Words of the strategy, and whether the model counts."""
+
+
+def program_of(model: str, optimizer: str, *, counts: bool = False) -> Program:
     """Train a model on random numbers."""
     draw = torch.Generator().manual_seed(0)
     inputs = torch.randn(SAMPLES, FEATURES, generator=draw)
     targets = torch.randint(CLASSES, (SAMPLES,), generator=draw)
-    return Program(MODELS[model], cross_entropy, OPTIMIZERS[optimizer], (inputs, targets), batch_size=BATCH)
+    make: Callable[[], nn.Module] = partial(Counting, MODELS[model]) if counts else MODELS[model]
+    return Program(make, cross_entropy, OPTIMIZERS[optimizer], (inputs, targets), batch_size=BATCH)
 
 
 def plain_us(program: Program, steps: int) -> float:
@@ -81,9 +104,11 @@ def plain_us(program: Program, steps: int) -> float:
         torch.set_num_threads(before)
 
 
-def paceline_us(engine: Engine, program: Program, steps: int, compile: str) -> float:
+def paceline_us(engine: Engine, model: str, optimizer: str, steps: int, side: str) -> float:
     """Microseconds of a step of a long run that a short one has not made; nothing is scored while they train."""
-    strategy, every = f"replicas=1 threads=1 compile={compile}", 10 * (steps + WARM_UP)
+    words, counts = SIDES[side]
+    program = program_of(model, optimizer, counts=counts)
+    strategy, every = f"replicas=1 threads=1 {words}", 10 * (steps + WARM_UP)
     settings: dict[str, Any] = {"engine": engine, "evaluate_every": every, "progress": False}
     short, long = (
         train(program, strategy, steps=count, **settings).summary["seconds"] for count in (WARM_UP, steps + WARM_UP)
@@ -97,11 +122,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--compile", nargs="+", choices=("false", "graph"), default=["false", "graph"])
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--pairs", type=int, default=9, help="turns of each side (%(default)s)")
     parser.add_argument("--steps", type=int, default=2000, help="of a turn (%(default)s)")
     said = parser.parse_args(arguments)
-    print("| model | optimizer | engine | compile | plain, µs | Paceline, µs | ratio |\n|---|---|---|---|---|---|---|")
+    print("| model | optimizer | engine | side | plain, µs | Paceline, µs | ratio |\n|---|---|---|---|---|---|---|")
     for name in said.engines:
         with ENGINES[name]() as engine:
             for model in said.models:
@@ -110,14 +135,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     turns = [
                         (
                             plain_us(program, said.steps),
-                            *(paceline_us(engine, program, said.steps, c) for c in said.compile),
+                            *(paceline_us(engine, model, optimizer, said.steps, side) for side in said.sides),
                         )
                         for _ in range(said.pairs)
                     ]
                     plain, *sides = zip(*turns, strict=True)
-                    for compile, ours in zip(said.compile, sides, strict=True):
+                    for side, ours in zip(said.sides, sides, strict=True):
                         ratio = median(mine / theirs for mine, theirs in zip(ours, plain, strict=True))
-                        what = f"| {model} | {optimizer} | {name} | {compile} "
+                        what = f"| {model} | {optimizer} | {name} | {side} "
                         print(f"{what}| {median(plain):.0f} | {median(ours):.0f} | {ratio:.3f} |", flush=True)
 
 

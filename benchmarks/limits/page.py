@@ -21,7 +21,8 @@ two places.
 A bound is the same figure without what is communicated: the same shards, whose collectives return at once; ranks that
 train by themselves. Where the bound itself is beyond the aim, that is out of reach on this machine; but ranks that
 share A and divide its update may be better than ranks by themselves. Zero-bubble has to be quicker, or not to be
-proposed by plans, as where a stage's forward passes take less than 10 ms.
+proposed by plans, as where a stage's forward passes take less than 10 ms. One replica's short steps are graphs by
+themselves unless the model is not pure: here one that counts its calls.
 """
 
 

@@ -99,7 +99,8 @@ class Strategy:
             each Δ is of an A that is one exchange older.
         compile: whether forward and backward of each worker's part of the model are compiled by torch.compile, and
             compared with the part itself before it trains; ``"graph"``: forward, loss and backward of a whole model
-            run as one list of operators, without Python and without a compiler.
+            run as one list of operators, without Python and without a compiler. Otherwise short steps do so where they
+            can't be told apart; see docs/compiled-replicas.md.
 
     Raises:
         InputError: a value that its field can't have.

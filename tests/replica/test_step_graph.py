@@ -104,7 +104,6 @@ KEPT: dict[str, Callable[[Layers, Tensor], Tensor]] = {
     "random numbers": lambda _, x: x + torch.randn(8, dtype=x.dtype) * torch.rand(()),
     "numbers": lambda _, x: x * torch.tensor([1.0, 2.0], dtype=x.dtype).repeat(4),
     "what is computed again": lambda _, x: checkpoint(torch.tanh, x, use_reentrant=False),  # type: ignore[no-any-return]
-    "a number that is read": lambda _, x: x * x.sum().item(),
 }
 
 FORMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -177,6 +176,15 @@ REFUSED: dict[str, tuple[Callable[[Layers, Tensor], Tensor], str]] = {
     "a buffer that is assigned": (assign, r"buffer 'seen' differs by up to"),
     "Python's random numbers": (lambda _, x: x * random.random(), "can't be traced: forward draws from Python's"),
     "a decision by values": (lambda _, x: x if x.sum() > 0 else -x, r"can't be traced at .*test_step_graph\.py:\d+, "),
+    "a shape by values": (
+        lambda _, x: x * x[x > 0].mean(),
+        r"can't be traced at .*: it asks for the values of a tensor",
+    ),
+    "a number that is read": (lambda _, x: x * x.sum().item(), r"can't be traced at .*: it asks for the values of a t"),
+    "an array": (
+        lambda _, x: x * torch.from_numpy(x.detach().mean(0).numpy()),
+        r"can't be traced at .*: it asks for the values of a tensor \(numpy\)",
+    ),
     "random numbers that are drawn again": (
         lambda _, x: checkpoint(lambda x: torch.dropout(torch.tanh(x), 0.5, True), x, use_reentrant=False),  # type: ignore[no-any-return]
         "the gradient of parameter 'first.weight' differs by up to",

@@ -30,14 +30,12 @@ from paceline.engine.worker_metrics import WorkerMetrics
 from paceline.replica.autograd import Autograd
 from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.flat_state import FlatState
+from paceline.replica.short_steps import SHORT_STEP_NS
 from paceline.replica.step_options import BUFFER
 from paceline.step import Server, contribute, step
 
 # How many layers of a forward pass check for cancellation, at least; a hook costs some microseconds.
 CANCEL_CHECKS = 4
-
-# A cancelled micro-step that is shorter is computed to its end.
-SHORT_STEP_NS: Nanoseconds = 2_000_000
 
 
 class Cancelled(Exception):  # noqa: N818 (not an error)
@@ -336,7 +334,8 @@ class ClientWorker(Worker):
                 loop(self)
             else:
                 for batch in self.batches():
-                    self.step(batch)
+                    self._taken_samples()
+                    self._step(batch)
         except TrainingEnded:
             pass
         finally:

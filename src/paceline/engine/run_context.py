@@ -16,7 +16,7 @@ from paceline.core.data_order import DataOrder, DataPosition, Outstanding
 from paceline.core.delta import Accumulated, Change, Delta, Distance, Gradient, InPlace
 from paceline.core.errors import InputError
 from paceline.core.records import ReplicaPosition
-from paceline.core.types import ReplicaId
+from paceline.core.types import ReplicaId, Seconds
 from paceline.device import CPU, OwnGenerators, count, kept_generators, of_worker
 from paceline.engine.base import Job
 from paceline.engine.batch_dispatcher import BatchDispatcher, Dispatcher, PortionDispatcher
@@ -30,6 +30,7 @@ from paceline.replica.compilation import CompiledLoss
 from paceline.replica.flat_state import FlatLayout, FlatState, read
 from paceline.replica.local_sgd import LocalSGD, WritesInPlace
 from paceline.replica.own_parameters import Exchange
+from paceline.replica.short_steps import ShortStepGraphs
 from paceline.replica.single import Single
 from paceline.replica.step_graph import StepGraphs
 from paceline.strategy import GRAPH, Strategy
@@ -185,6 +186,7 @@ class RunContext:
         *,
         device: str | None = None,
         late: bool = False,
+        graphs_after: Seconds | None = None,
     ) -> Replica:
         """Build the replica that computes Δs of the policy's kind.
 
@@ -195,6 +197,8 @@ class RunContext:
             recorder: of its spans.
             device: that it computes on; None: :meth:`device`.
             late: see :attr:`reads_late`.
+            graphs_after: time of short steps after which they may be graphs, as nobody looks at the module while it
+                trains; None: they are not.
         """
         autograd = Autograd(self.job.program, module, layout, replica, device or self.device(replica), recorder)
         if compile := self.job.strategy.compile:
@@ -206,6 +210,8 @@ class RunContext:
                 autograd.graphs = self._compiled
             else:
                 autograd.compiled = self._compiled
+        elif graphs_after is not None and self.job.loop is None:
+            autograd.graphs = ShortStepGraphs.of(self.job.program, module, autograd.device, graphs_after)
         if isinstance(self.delta, InPlace):
             return WritesInPlace(self.job.program, autograd)
         if isinstance(self.delta, (Gradient, Accumulated)):

@@ -174,6 +174,8 @@ class Autograd:
                 loss = self._program.loss(model(inputs) if isinstance(inputs, Tensor) else call(model, inputs), targets)
         forward_ended = time.monotonic_ns()
         (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+        if self.graphs is not None:
+            self.graphs.made(time.monotonic_ns())
         return loss.detach(), forward_ended
 
     def take_gradients(self) -> list[Tensor]:

@@ -6,11 +6,8 @@ built here is TorchScript's graph itself, operator by operator.
 """
 
 import operator
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
-from importlib import import_module
 from typing import Any, TypeAlias
 
 import torch
@@ -22,7 +19,7 @@ from paceline.core.errors import InputError
 from paceline.core.types import Seconds
 
 # Seconds of passes of one form before it is traced, which takes about as long: a short run is not held up.
-WARM_S: Seconds = 0.1
+WARM_S: Seconds = 0.05
 
 # Of tensors, those of a graph's inputs in their order.
 Operators: TypeAlias = Callable[..., Sequence[Tensor]]
@@ -42,7 +39,7 @@ def operators_of(module: GraphModule) -> tuple[Operators, list[Tensor]]:
     """Return a function of the inputs of a graph and then of the tensors that it holds itself, and those tensors.
 
     Args:
-        module: traced by make_fx; its outputs are a sequence of tensors. What has no effect is removed from it.
+        module: of a trace; its outputs are a sequence of tensors. What has no effect is removed from it.
 
     Raises:
         InputError: it does something that TorchScript has no operator for.
@@ -67,14 +64,6 @@ def as_it_is() -> Iterator[None]:
         yield
     finally:
         torch._C._jit_set_profiling_mode(before)
-
-
-@cache
-def tracer_import() -> threading.Thread:
-    """Return the thread that imports what tracing needs, which takes seconds: who need not trace does not wait."""
-    thread = threading.Thread(target=import_module, args=("torch._dynamo",), daemon=True)
-    thread.start()
-    return thread
 
 
 class _GraphBuilder:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import InputError
+from paceline.core.types import Nanoseconds
 from paceline.device import CPU
 from paceline.program import Program, Tree, leaves, map_tree, on_device
 from paceline.replica.base import Batch
@@ -32,6 +33,8 @@ from paceline.replica.capture.input_spec import resized
 from paceline.replica.capture.verify import ModelError, Reasons, check, model_runs
 from paceline.replica.module_utils import WithLoss, add_gradients, preserve_state, tensors_of
 from paceline.replica.operator_list import Operators, as_it_is, operators_of
+from paceline.replica.operator_trace import trace
+from paceline.replica.pure_forward import HOOKS
 
 WAY_OUT = "write compile=false"
 _REASONS = Reasons(
@@ -61,6 +64,13 @@ class StepGraph:
     ) -> None:
         self._operators, self._constants, self.parameters = operators, constants, parameters
         self._weight, self._weight_tensor = 1.0, weight
+        self.steps = self.compared = 0
+        """How many steps it has made, and on how many batches it was compared with the model."""
+
+    @property
+    def due(self) -> bool:
+        """Whether it is to be compared: it has made one step, and may have taken values of that batch for constants."""
+        return self.steps == self.compared == 1
 
     def run(self, tensors: Sequence[Tensor], batch: Sequence[Tensor], weight: float = 1.0) -> Sequence[Tensor]:
         """Return the loss, and the gradients of ``weight`` · loss."""
@@ -90,6 +100,7 @@ class StepGraphs:
         self._named = tensors_of(module)
         self._tensors = list(self._named.values())
         self._graphs = dict[Hashable, StepGraph]()
+        """By form of batch."""
         _refuse_hooks(module)
 
     def check(self, batch: Batch, samples: Sequence[int] = ()) -> None:
@@ -106,11 +117,14 @@ class StepGraphs:
         """
         pair = tuple(on_device(tree, self._device) for tree in (batch.input, batch.target))
         for inputs in [resized(pair, count) for count in samples] or [pair]:
-            if (form := form_of(inputs)) not in self._graphs and len(self._graphs) < MOST:
-                self._graphs[form] = self._checked(inputs)
+            graph = self._graphs.get(form := form_of(inputs))
+            if graph is None and len(self._graphs) < MOST:
+                self._graphs[form] = self._compared(inputs, None)
+            elif graph is not None and graph.due:
+                self._compared(inputs, graph)
 
     def check_new(self, batch: Batch) -> None:
-        """Trace for a batch whose form is new, before it is trained on, and compare.
+        """Trace for a batch whose form is new, before it is trained on, and compare; compare on the next one, too.
 
         Raises:
             InputError: as :meth:`check`; what the model itself raises is raised as it is.
@@ -127,14 +141,19 @@ class StepGraphs:
             None: this form has no graph, and nothing has been done.
         """
         form = form_of((inputs, target))
-        if form not in self._graphs:
-            self.check_new(Batch(inputs, target, 0))
         graph = self._graphs.get(form)
+        if graph is None or graph.due:
+            self.check_new(Batch(inputs, target, 0))
+            graph = self._graphs.get(form)
         if graph is None:
             return None
         loss, *gradients = self._run(graph, leaves((inputs, target)), weight)
+        graph.steps += 1
         add_gradients(graph.parameters, gradients)
         return loss
+
+    def made(self, now: Nanoseconds) -> None:
+        """Note that the step of which there was no graph is over."""
 
     def _run(self, graph: StepGraph, batch: Sequence[Tensor], weight: float = 1.0) -> Sequence[Tensor]:
         try:
@@ -143,8 +162,8 @@ class StepGraphs:
             said = str(error).strip().rpartition("Error: ")[2]
             raise RuntimeError(f"{said} (compile=false says in which line of the model)") from error
 
-    def _checked(self, inputs: Tree) -> StepGraph:
-        """Return the graph for a batch, compared with the model, which is left as it is."""
+    def _compared(self, inputs: Tree, known: StepGraph | None) -> StepGraph:
+        """Return the graph for a batch (None: it is to be made), compared with the model, which is left as it is."""
         whole = self._whole
 
         def run(inputs: Tree) -> Tensor:
@@ -156,12 +175,13 @@ class StepGraphs:
         with preserve_state(self._module):
             with self._program.autocast(str(self._device)):
                 expected = model_runs(whole, inputs, (), of_inputs=False)
-            graph = self._traced(inputs)
+            graph = known or self._traced(inputs)
             with as_it_is():
                 check(
                     whole, run, partial(tensors_of, whole), inputs, description="graph of forward, loss and backward",
                     samples=(), of_inputs=False, reasons=_REASONS, runs=expected, **tolerance,
                 )  # fmt: skip
+        graph.compared += 1
         return graph
 
     def _traced(self, inputs: Tree) -> StepGraph:
@@ -193,7 +213,7 @@ def traced_step(
     batch: Sequence[Tensor],
     device: torch.device = CPU,
 ) -> StepGraph:
-    """Trace forward, loss and backward; nothing is computed.
+    """Trace forward, loss and backward, which are run; afterwards the tensors are as they were.
 
     Args:
         loss_of: (tensors of a model by name, leaves of a batch) -> the loss.
@@ -205,28 +225,22 @@ def traced_step(
         InputError: TorchScript has no operator for something.
         Exception: torch can't trace it.
     """
-    from torch.fx.experimental.proxy_tensor import make_fx  # imported by those that trace, and by nobody else
-
     trained = [name for name, tensor in named.items() if isinstance(tensor, nn.Parameter) and tensor.requires_grad]
     used: list[str] = []
 
-    def step(tensors: list[Tensor], batch: list[Tensor], weight: Tensor) -> tuple[Tensor, ...]:
-        own = dict(zip(named, tensors, strict=True))
+    def step(tensors: list[Tensor], batch: list[Tensor], weights: list[Tensor]) -> tuple[Tensor, ...]:
+        own, (weight,) = dict(zip(named, tensors, strict=True)), weights
         loss = loss_of(own, batch)
-        sources, of_loss = [own[name] for name in trained], weight.to(loss.dtype)
-        gradients = torch.autograd.grad(
-            loss, sources, of_loss.expand(loss.shape) if loss.dim() else of_loss, allow_unused=True
-        )
+        weighted: Tensor = _Weighted.apply(loss, weight.to(loss.dtype))  # type: ignore[no-untyped-call]
+        gradients = torch.autograd.grad(weighted, [own[name] for name in trained], allow_unused=True)
         used[:] = [name for name, gradient in zip(trained, gradients, strict=True) if gradient is not None]
         # Autograd, too, gives a parameter's gradient the parameter's strides.
         return (loss.detach(), *(gradient.contiguous() for gradient in gradients if gradient is not None))
 
-    sources = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in named.values()]
     weight = torch.ones((), device=device)
     with warnings.catch_warnings(action="ignore"):
         torch.clear_autocast_cache()  # of weights that the model itself has cast
-        traced = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(sources, list(batch), weight)
-    operators, constants = operators_of(traced)
+        operators, constants = operators_of(trace(step, list(named.values()), batch, [weight]))
     return StepGraph(operators, constants, [named[name] for name in used], weight)
 
 
@@ -255,6 +269,23 @@ def form_of(tree: Tree) -> Hashable:
     return type(tree), tree
 
 
+class _Weighted(torch.autograd.Function):
+    """(loss, weight) -> the loss, whose gradient is the weight instead of 1.
+
+    Given to ``torch.autograd.grad`` itself, a gradient has it import SymPy, half a second, to compare two shapes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight.expand(loss.shape) if loss.dim() else weight)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Any) -> Any:
+        del outputs
+        return *ctx.saved_tensors, None
+
+
 class Differentiated(torch.autograd.Function):
     """(what runs a graph, leaves of a batch, parameters) -> the loss, whose gradients are the graph's: for checks."""
 
@@ -273,13 +304,10 @@ class Differentiated(torch.autograd.Function):
         return None, None, *(gradient * of_loss for gradient in ctx.gradients)
 
 
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
 def _refuse_hooks(module: nn.Module) -> None:
     """Raise InputError, naming the first, if modules have hooks."""
     for name, part in module.named_modules():
-        for kind in _HOOKS:
+        for kind in HOOKS:
             for hook in getattr(part, kind).values():
                 raise InputError(
                     f"compile=graph: {name or type(module).__name__} has a hook, "

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from paceline.replica.operator_list import tracer_import
 from paceline.replica.pipeline import stage, stage_graph
 from paceline.replica.pipeline.micro_batches import MicroBatch
 from paceline.replica.pipeline.stage import PipelineStage
@@ -24,7 +23,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[PartGraph]:
     """The graphs that passes had, of which each form has one from its second pass on."""
     found: list[PartGraph] = []
     run = ShortPasses.run
-    tracer_import().join()
 
     def counted(self: Any, graph: PartGraph, *words: Any) -> Any:
         found.append(graph)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from paceline.program import leaves
 from paceline.replica.module_utils import tensors_of
-from paceline.replica.operator_list import tracer_import
 from paceline.replica.step_graph import form_of
 from paceline.replica.tensor import short_steps
 from paceline.replica.tensor.rewrite import rewrite_for_shard
@@ -42,7 +41,6 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(short_steps, "time", Ticks())
     monkeypatch.setattr(short_steps, "WARM_S", 0.0)
     monkeypatch.setattr(short_steps, "SHORT_STEP_S", float("inf"))
-    tracer_import().join()
 
 
 class Squares(nn.Module):

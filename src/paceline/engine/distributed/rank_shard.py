@@ -41,6 +41,7 @@ from paceline.replica.base import Replica, micro_steps
 from paceline.replica.flat_state import FlatLayout, FlatState, read
 from paceline.replica.local_sgd import KeepsState, LocalSGD, autograd_of
 from paceline.replica.noise_estimator import Preconditioner
+from paceline.replica.operator_list import WARM_S
 from paceline.replica.own_parameters import Exchange
 from paceline.replica.pipeline.async_stage import AsyncStage
 from paceline.replica.pipeline.pipelined import Pipelined
@@ -239,7 +240,9 @@ class WholeModelShard(RankShard):
     def replica(self, weight: Callable[[int], float], recorder: AnyRecorder) -> Replica:
         context, rank, module = self._setup.run_context, self.coordinate.replica, self._setup.module
         if self.fsdp is None:
-            replica = context.replica(rank, module, self._setup.layout, recorder, late=self.late)
+            # Callbacks of this process may have the module, where model() returns one that they know.
+            after = WARM_S if not context.job.callbacks and self.batchnorm_group is None else None
+            replica = context.replica(rank, module, self._setup.layout, recorder, late=self.late, graphs_after=after)
             self.autograd = autograd_of(replica)
             if isinstance(replica, LocalSGD):
                 self.own, self.takes_over = replica, replica.exchange

@@ -34,7 +34,7 @@ from paceline.engine.local.worker_processes import ENTRY
 from paceline.engine.run_context import refuse_torchrun
 from paceline.engine.spmd import launcher
 from paceline.engine.spmd.capturing import captured_for_workers
-from paceline.strategy import GRAPH, Strategy
+from paceline.strategy import Strategy
 from paceline.support import ENGINE_FEATURES
 
 # Modules that the fork server imports, so that no worker has to.
@@ -45,9 +45,6 @@ WITH_OPTIMIZERS = (*PRELOAD, "torch._dynamo")
 
 # For workers that compile: together these imports take three seconds.
 COMPILER = ("torch._dynamo", "torch._inductor.compile_fx")
-
-# For those that trace a graph: one.
-TRACER = ("torch.fx.experimental.proxy_tensor",)
 
 # For replicas of several workers, which export a model and have optimizers of their own.
 SPMD = (*launcher.PRELOAD, ENGINES.modules["distributed"])
@@ -82,8 +79,8 @@ def _preload(strategy: Strategy, *, lockstep: bool) -> tuple[str, ...]:
         modules = SPMD if lockstep else GROUPS
     else:
         modules = WITH_OPTIMIZERS if isinstance(strategy.aggregation.delta, (Change, Distance, InPlace)) else PRELOAD
-    if strategy.compile:
-        modules += TRACER if strategy.compile == GRAPH else COMPILER
+    if strategy.compile is True:
+        modules += COMPILER
     return modules
 
 

@@ -39,6 +39,7 @@ from paceline.engine.worker_metrics import WorkerMetrics, remove_workers_file
 from paceline.replica.base import Measured
 from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.replica.local_sgd import LocalSGD, WritesInPlace, autograd_of
+from paceline.replica.operator_list import WARM_S
 from paceline.trace.recorder import NullRecorder, Recorder
 
 
@@ -65,8 +66,8 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
         liveness.last_acts.append(functools.partial(_say_orphaned, client, replica))
         step_bytes = 2 * layout.parameter_bytes if context.delta_slots else 0
         metrics = WorkerMetrics(arena.control.metrics, replica, recorder, step_bytes, context.per_step)
+        inner = context.replica(replica, module, layout, recorder, graphs_after=WARM_S)
         checks = None if job.strategy.compile else ForwardChecks(module, client)
-        inner = context.replica(replica, module, layout, recorder)
         measured = InstrumentedReplica(inner, metrics, client, layout.parameter_bytes, checks)
         own, report = autograd_of(inner), functools.partial(report_to_main, link)
         worker = ClientWorker(context, replica, measured, client, metrics, args["first"], report=report, autograd=own)

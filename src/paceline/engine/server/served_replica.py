@@ -20,6 +20,7 @@ from paceline.engine.server_optimizer import server_slices
 from paceline.engine.worker_metrics import InMemorySink, SpanLog, WorkerMetrics
 from paceline.replica.flat_state import FlatLayout
 from paceline.replica.local_sgd import LocalSGD, autograd_of
+from paceline.replica.operator_list import WARM_S
 from paceline.trace.spans import Span
 
 # Requests for another host's clock; the fastest answer counts.
@@ -47,8 +48,8 @@ def run_replica(job: Job, assignment: ReplicaAssignment, links: ServerLinks, can
         pushed = sum(codec.nbytes for codec in codecs if codec is not None) or layout.parameter_bytes
         metrics = WorkerMetrics(sink, replica, spans.recorder, layout.parameter_bytes + pushed, context.per_step)
         client.waited = metrics.waited
+        inner = context.replica(replica, module, layout, spans.recorder, graphs_after=WARM_S)
         checks = None if job.strategy.compile else ForwardChecks(module, client)
-        inner = context.replica(replica, module, layout, spans.recorder)
         measured = InstrumentedReplica(inner, metrics, client, layout.parameter_bytes, checks)
         own, made = autograd_of(inner), assignment.micro_steps
         report = functools.partial(links.first.call, "reported")

@@ -6,15 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
-from paceline.core.types import Seconds
+from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.base import Job
 from paceline.engine.run_context import RunContext, first_batch, first_state
 from paceline.engine.spmd.rank_context import RankContext
 from paceline.engine.step_profile.comm import REPEATS, CollectiveCall, FakeShards, barrier
 from paceline.replica.base import Batch, Replica
 from paceline.replica.flat_state import FlatState, read
+from paceline.replica.local_sgd import autograd_of
 from paceline.replica.pipeline.prepare import select_rows
+from paceline.replica.short_steps import ShortStepGraphs
 from paceline.replica.tensor.placements import shard_layout
 from paceline.replica.tensor.prepare import prepare_shard
 from paceline.replica.tensor.runtime import TensorParallel
@@ -22,6 +25,9 @@ from paceline.schedule import Dependencies
 
 # Bounds on the repeats that count, and how many before them do not.
 MOST, LEAST, WARM = 15, 3, 2
+
+# Passes until it is decided whether a step is a graph: one as it is, and one for each batch that they are compared on.
+_UNDECIDED = 3
 
 # Time that a measurement may take, unless the fewest repeats take longer.
 SHARE_S: Seconds = 4.0
@@ -99,15 +105,37 @@ class PassTimer:
         replica: of one worker, or one shard.
         state: A, or the shard's part of it; stays as it is.
         shard: the shard's collectives; it also copies its part of A and of Δ.
+        graphs: of the replica's short steps; None: it has none.
     """
 
-    def __init__(self, replica: Replica, state: FlatState, shard: FakeShards | None = None) -> None:
-        self._replica, self._state, self._shard = replica, state, shard
+    def __init__(
+        self,
+        replica: Replica,
+        state: FlatState,
+        shard: FakeShards | None = None,
+        graphs: ShortStepGraphs | None = None,
+    ) -> None:
+        self._replica, self._state, self._shard, self._graphs = replica, state, shard, graphs
         self._local, self._out = state.clone(), state.layout.new()
         self.calls: Sequence[CollectiveCall] = ()
         """Collectives of the last pass, in order."""
         self.last_calls: Sequence[CollectiveCall] = ()
         """Collectives that followed when Δ was written."""
+
+    @classmethod
+    def of_whole(cls, setup: RunContext, number: ReplicaId, module: nn.Module, state: FlatState) -> "PassTimer":
+        """Return the timer of a replica that is one worker, whose short steps are graphs as in a run."""
+        replica = setup.replica(number, module, state.layout, graphs_after=0.0)
+        autograd = autograd_of(replica)
+        graphs = autograd.graphs if autograd is not None else None
+        return cls(replica, state, graphs=graphs if isinstance(graphs, ShortStepGraphs) else None)
+
+    def warm(self, batch: Batch) -> None:
+        """Make passes over a batch until its form has a graph, or will have none."""
+        for _ in range(_UNDECIDED):
+            if self._graphs is None or not self._graphs.undecided(batch):
+                break
+            self.time(batch)
 
     def time(self, batch: Batch, clock: int = 0) -> Pass:
         """Time one pass over a batch."""
@@ -147,7 +175,8 @@ def profile_worker(setup: RunContext, context: RankContext) -> Sequence[RankProf
         layout = shard_layout(whole.layout, prepared.shard.parameters, shard.rank)
         timer = PassTimer(TensorParallel(prepared, layout, 0), read(prepared.shard.module, layout.new()), shard)
     else:
-        timer = PassTimer(setup.replica(number, module, layout), whole)
+        timer = PassTimer.of_whole(setup, number, module, whole)
+        timer.warm(first)
     batches, repeats = setup.batches().stream(number), enumerate(synchronized_repeats(context))
     passes = [(repeat, timer.time(next(batches), clock)) for clock, repeat in repeats]
     timer.time(first)  # its collectives are those of a whole batch; the last one timed may be an epoch's short end
@@ -171,11 +200,12 @@ def time_sizes(context: RankContext, job: Job, sizes: Sequence[int]) -> Mapping[
     """
     setup, whole = RunContext(job), first_batch(job)
     module, state = first_state(job.program, job.running_buffers)
-    timer = PassTimer(setup.replica(0, module, state.layout), state)
+    timer = PassTimer.of_whole(setup, 0, module, state)
     batches, once_s = dict[int, Batch](), 0.0
     for size in sizes:
         batch = first_samples(whole, size)
         try:
+            timer.warm(batch)
             seconds = [timer.time(batch).pieces[0] for _ in range(WARM)]
         except Exception:
             if size == whole.samples:
@@ -201,7 +231,8 @@ def first_samples(batch: Batch, samples: int) -> Batch:
 def micro_step_s(context: RunContext) -> Seconds:
     """Return the real time of one micro-step of one replica: the median of 9 at A_0."""
     module, state = first_state(context.job.program, context.job.running_buffers)
-    timer, batches = PassTimer(context.replica(0, module, state.layout), state), context.batches().stream(0)
+    timer, batches = PassTimer.of_whole(context, 0, module, state), context.batches().stream(0)
+    timer.warm(first_batch(context.job))
     return statistics.median(timer.time(next(batches), clock).pieces[0] for clock in range(REPEATS))
 
 

@@ -249,6 +249,11 @@ class _FloatingTypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Relative distance of two numbers of the lowest precision."""
         return max((torch.finfo(dtype).eps for dtype in self._found), default=0.0)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: nothing here is compiled, and to tell the compiler so torch imports it, for a second."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -316,9 +321,9 @@ def _gradients(
 
     # Random, so that errors don't cancel in a sum, which a single number is not.
     generator = torch.Generator().manual_seed(_SEED)
-    projection = [torch.randn(t.shape, generator=generator, dtype=t.dtype).to(t.device) for t in outputs]
-    if len(outputs) == 1 and outputs[0].numel() == 1:
-        projection = [torch.ones_like(outputs[0])]
+    projection: list[Tensor] | None = None
+    if len(outputs) > 1 or outputs[0].numel() > 1:
+        projection = [torch.randn(t.shape, generator=generator, dtype=t.dtype).to(t.device) for t in outputs]
     before = {name: leaf.grad for name, leaf in sources.items()}
     hooks = [leaf.register_post_accumulate_grad_hook(partial(hook, name)) for name, leaf in sources.items()]  # type: ignore[no-untyped-call]
     try:

@@ -37,7 +37,7 @@ def split_forward(
     needed = {each for node in later for each in node.all_input_nodes} | set(results[count:])
     kept = [node for node in nodes if node in needed and node not in later]
     if any(not isinstance(node.meta.get("val"), Tensor) for node in kept):
-        raise InputError("backward needs a number that forward has read")
+        raise InputError("backward needs of forward what is no tensor")
     given = [index for index, node in enumerate(inputs) if node in needed]
     made = [node for node in kept if node.op != "placeholder"]
     before = [node for node in nodes if node not in later and node.op != "placeholder"]
@@ -80,7 +80,7 @@ def split_weights(backward: GraphModule, values: int, late: Set[int]) -> tuple[G
             second.add(node)
     crossing = [node for node in nodes if node not in second and any(user in second for user in node.users)]
     if any(not isinstance(node.meta.get("val"), Tensor) for node in crossing):
-        raise InputError("gradients of weights need a number that is computed before them")
+        raise InputError("gradients of weights need what is no tensor")
     if {number for number, node in enumerate(results) if node in second} != late:
         raise InputError("a gradient of a weight is one of a value, too")
     places = [node for node in nodes if node.op == "placeholder"]

@@ -25,7 +25,8 @@ from paceline.core.types import Seconds
 from paceline.program import Tree, leaves, map_tree
 from paceline.replica.capture.verify import check
 from paceline.replica.module_utils import add_gradients, preserve_state, tensors_of
-from paceline.replica.operator_list import WARM_S, Operators, as_it_is, operators_of, simplify, tracer_import
+from paceline.replica.operator_list import WARM_S, Operators, as_it_is, operators_of, simplify
+from paceline.replica.operator_trace import trace
 from paceline.replica.pipeline.cut import Part
 from paceline.replica.pipeline.micro_batches import MicroBatch
 from paceline.replica.pipeline.p2p_queue import Received
@@ -133,7 +134,7 @@ class ShortPasses:
         if form in self._graphs or len(self._graphs) == MOST:
             return form, self._graphs.get(form)
         seconds, passes = self._spent[form]
-        if not (idle and passes) or seconds < WARM_S or seconds / passes > SHORT_PASS_S or tracer_import().is_alive():
+        if not (idle and passes) or seconds < WARM_S or seconds / passes > SHORT_PASS_S:
             return form, None
         try:
             self._graphs[form] = self._checked(micro_batch, received)
@@ -252,8 +253,6 @@ def checked_graph(module: nn.Module, arguments: Sequence[Tensor], *, put_off: Se
 
 def _traced(module: nn.Module, arguments: Sequence[Tensor], put_off: Set[str]) -> PartGraph:
     """Trace forward and backward in one, and split them."""
-    from torch.fx.experimental.proxy_tensor import make_fx  # imported by those that trace, and by nobody else
-
     named = tensors_of(module)
     sources: dict[Any, None] = {}
     differentiable: list[bool] = []
@@ -275,9 +274,7 @@ def _traced(module: nn.Module, arguments: Sequence[Tensor], put_off: Set[str]) -
         gradients = [g.contiguous() if isinstance(source, str) else g for source, g in computed.items()]
         return (*(output.detach() for output in outputs), *gradients)
 
-    tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in named.values()]
-    leaves = [argument.detach().requires_grad_(argument.requires_grad) for argument in arguments]
-    traced = make_fx(joint, tracing_mode="fake", _allow_non_fake_inputs=True)(tensors, leaves, like)
+    traced = trace(joint, list(named.values()), arguments, like)
     simplify(traced)
     forward, backward, given = split_forward(traced, len(like), differentiable)
     run, constants = operators_of(forward)

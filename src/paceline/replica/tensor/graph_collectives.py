@@ -53,7 +53,7 @@ class GraphCollectives(TPCollectives):
         _GROUPS[self._number] = self
         self.calls: list[Call] = []
         self.alone = False
-        """Whether calls return zeros, for a shard that runs its graph without the others."""
+        """Whether calls return zeros, for a shard that is traced, or runs its graph, without the others."""
         self.error: BaseException | None = None
         """What the last call has raised, of which the interpreter keeps no more than the text."""
         self.turned_ns: Nanoseconds = 0
@@ -98,7 +98,7 @@ class GraphCollectives(TPCollectives):
         """Make one of the calls."""
         run, shapes = self.calls[number]
         if self.alone:
-            return _zeros(tensors, shapes)
+            return [tensors[0].new_zeros(tuple(shape)) for shape in shapes]
         try:
             return list(run(tensors))
         except BaseException as error:
@@ -119,10 +119,6 @@ class GraphCollectives(TPCollectives):
                 part.shards = shards
 
 
-def _zeros(tensors: Sequence[Tensor], shapes: Shapes) -> list[Tensor]:
-    return [tensors[0].new_zeros(tuple(shape)) for shape in shapes]
-
-
 _NUMBERS = itertools.count()
 _GROUPS = WeakValueDictionary[int, GraphCollectives]()
 
@@ -135,6 +131,5 @@ _LIBRARY.impl(
     lambda tensors, group, number: _GROUPS[group].call(tensors, number),
     "CompositeExplicitAutograd",
 )
-_LIBRARY.impl("collective", lambda tensors, group, number: _zeros(tensors, _GROUPS[group].calls[number].shapes), "Meta")
 _collective = torch.ops.paceline.collective.default
 has_side_effect(_collective)

@@ -25,7 +25,7 @@ from paceline.core.errors import InputError
 from paceline.core.types import Nanoseconds, Seconds
 from paceline.replica.capture.verify import check, model_runs
 from paceline.replica.module_utils import add_gradients, preserve_state, tensors_of
-from paceline.replica.operator_list import WARM_S, as_it_is, tracer_import
+from paceline.replica.operator_list import WARM_S, as_it_is
 from paceline.replica.step_graph import MOST, Differentiated, StepGraph, form_of, traced_step
 from paceline.replica.tensor.graph_collectives import GraphCollectives
 from paceline.replica.tensor.prepare import PATCHING
@@ -113,9 +113,8 @@ class ShortSteps:
         number, seconds, shortest = self._made[form]
         if len(self.steps) == MOST or number < 2 or number.bit_count() > 1:  # they look after 2, 4, 8, ... steps
             return None
-        early = seconds < WARM_S or (shortest <= SHORT_STEP_S and tracer_import().is_alive())
         with self._uncounted():
-            slowest, too_early = self._largest(shortest, float(early))
+            slowest, too_early = self._largest(shortest, float(seconds < WARM_S))
             if slowest > SHORT_STEP_S:
                 self.steps[form] = None
             elif not too_early:
@@ -172,8 +171,8 @@ class ShortSteps:
             return loss
 
         with PATCHING, preserve_state(module), collectives.tracing(module):
-            step = ShardStep(traced_step(loss_of, self._named, leaves), collectives)
             collectives.alone = True
+            step = ShardStep(traced_step(loss_of, self._named, leaves), collectives)
             with as_it_is():
                 self._run(step, leaves)
             collectives.alone = False

@@ -1,0 +1,175 @@
+"""Whether a model's forward and loss do the same whenever they are called: they read a batch, tensors and settings.
+
+Then what Python decides in them can be decided once, and a step be a graph without anybody's asking for it. That is so
+of PyTorch's own layers and functions, and of functions whose bytecode does nothing but call them::
+
+    self.fc2(F.relu(self.fc1(x.flatten(1))))     yes
+    self.calls += 1                              no: it writes what is there for longer than a call
+    x * SCALE                                    no: somebody may give a global name another value
+    self.log.append(x.mean()), print(x.shape)    no: it does more than return something
+
+Answers err on the side of no. What depends on values of tensors is not looked for here: tracing refuses that.
+"""
+
+import builtins
+import dis
+import functools
+import inspect
+import math
+import weakref
+from collections.abc import Callable, Set
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as of_all_modules
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Attributes of a module that hold its hooks."""
+
+# Instructions that change what outlives a call, or by which it has what is not looked into here.
+_OUTSIDE = ("BEFORE_", "DELETE_ATTR", "DELETE_DEREF", "DELETE_GLOBAL", "DELETE_NAME", "DELETE_SUBSCR", "IMPORT_",
+            "LOAD_BUILD", "LOAD_CLASSDEREF", "LOAD_CLOSURE", "LOAD_DEREF", "LOAD_FROM", "LOAD_LOCALS", "LOAD_NAME",
+            "LOAD_SPECIAL", "LOAD_SUPER", "MAKE_FUNCTION", "RETURN_GENERATOR", "SEND", "STORE_ATTR", "STORE_DEREF",
+            "STORE_GLOBAL", "STORE_NAME", "STORE_SLICE", "STORE_SUBSCR", "YIELD")  # fmt: skip
+
+_BUILTINS = (Tensor, abs, bool, dict, enumerate, float, int, isinstance, len, list, max, min, range, reversed, round,
+             sum, tuple, zip)  # fmt: skip
+
+# What a value of an unknown type is asked for: a tensor, or a collection that the call has made. Those below do more
+# than return something.
+_NAMES = {name for kind in (Tensor, list, tuple, dict) for name in dir(kind) if not name.startswith("_")} - {
+    "apply_", "backward", "grad", "map_", "map2_", "module_load", "pin_memory", "register_hook", "requires_grad",
+    "register_post_accumulate_grad_hook", "requires_grad_", "resize_", "retain_grad", "set_", "share_memory_",
+}  # fmt: skip
+
+_SETTINGS = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.device, torch.dtype, torch.layout,
+             torch.memory_format)  # fmt: skip
+
+# Where PyTorch's operators are, as functions that are built in, and its functions of them.
+_OPERATORS: Any = torch._C._VariableFunctions, torch._C._nn, torch.fft, torch.linalg, torch.special, math
+_FUNCTIONS = ("torch.functional", "torch.nn.functional")
+_LAYERS = "torch.nn.modules."
+
+# What each module has, and what classes may define without its being called in forward.
+_OF_MODULE = frozenset(vars(nn.Module()))
+_OF_CLASS = frozenset(vars(type("Empty", (nn.Module,), {"__init__": None, "__annotations__": {}}))) | {
+    "__abstractmethods__", "__constants__", "__firstlineno__", "__orig_bases__", "__parameters__", "__qualname__",
+    "__static_attributes__", "_abc_impl",
+}  # fmt: skip
+
+_UNKNOWN, _NOTHING = object(), object()
+
+
+def is_pure(module: nn.Module, loss: Callable[..., Any]) -> bool:
+    """Return whether what a model and its loss do follows from a batch, the model's tensors and its settings."""
+    if any(value for name, value in vars(of_all_modules).items() if name.startswith("_global_") and "hooks" in name):
+        return False
+    of_loss = loss.modules() if isinstance(loss, nn.Module) else ()
+    return _is_pure_value(loss, frozenset()) and all(map(_is_pure_part, (*module.modules(), *of_loss)))
+
+
+def _is_pure_part(part: nn.Module) -> bool:
+    """Return whether a module's own forward is pure; its children are looked at by themselves."""
+    kind, own = type(part), {name: value for name, value in vars(part).items() if name not in _OF_MODULE}
+    if any(getattr(part, name) for name in HOOKS) or isinstance(part, nn.SyncBatchNorm) or "forward" in own:
+        return False
+    if _is_of_torch(kind):
+        told = all(_is_setting(value, lists=True) or _is_pure_value(value, frozenset()) for value in own.values())
+        return told and kind.forward.__module__.startswith(_LAYERS)  # or somebody has put another in its place
+    bases = ("abc", "builtins", "typing")
+    others = [each for each in kind.__mro__ if each.__module__ not in bases and not _is_of_torch(each)]
+    names = {name for each in others for name in vars(each)} - _OF_CLASS
+    # Names by which PyTorch or Python calls it; and those of a tensor, for a value of an unknown type may be this part.
+    private = any(name.startswith("__") or (name.startswith("_") and hasattr(nn.Module, name)) for name in names)
+    if private or names & _NAMES or not all(_is_setting(own[name]) for name in _NAMES & own.keys()):
+        return False
+    forward: Any = kind.forward
+    if not any("forward" in vars(each) for each in others):
+        return not names  # PyTorch's own may call what a subclass has put in another's place
+    return _is_pure_function(forward, part, frozenset())
+
+
+def _is_of_torch(kind: type) -> bool:
+    return kind.__module__.startswith(_LAYERS)
+
+
+def _is_setting(value: object, *, lists: bool = False) -> bool:
+    """Return whether nobody can change a value but by putting another in its place.
+
+    Args:
+        value: an attribute's.
+        lists: whether lists are settings, too, because who reads them does not change them.
+    """
+    if isinstance(value, (tuple, list) if lists else tuple):
+        return all(_is_setting(each, lists=lists) for each in value)
+    return isinstance(value, (*_SETTINGS, Tensor, weakref.ref))
+
+
+def _is_pure_value(value: Any, within: Set[CodeType]) -> bool:
+    """Return whether a value may be used, or called, anyhow; ``within`` as below."""
+    if isinstance(value, functools.partial):
+        settings = all(map(_is_setting, (*value.args, *value.keywords.values())))
+        return settings and isinstance(value.func, FunctionType) and _is_pure_value(value.func, within)
+    if isinstance(value, MethodType):
+        return isinstance(value.__self__, nn.Module) and _is_pure_function(value.__func__, value.__self__, within)
+    if isinstance(value, FunctionType):
+        return value.__module__ in _FUNCTIONS or _is_pure_function(value, None, within)
+    if isinstance(value, (BuiltinFunctionType, type)):
+        return value in _BUILTINS or any(getattr(where, value.__name__, None) == value for where in _OPERATORS)
+    return isinstance(value, nn.Module) or _is_setting(value)
+
+
+def _is_pure_function(function: object, part: nn.Module | None, within: Set[CodeType]) -> bool:
+    """Return whether all that a function does is to call what is pure.
+
+    Args:
+        function: with its first argument, if it is a method.
+        part: that argument; None: it is none.
+        within: code that calls it, which is being looked at.
+    """
+    if not isinstance(function, FunctionType) or function.__closure__:
+        return False
+    code, defaults = function.__code__, (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    if code in within:
+        return True
+    within = {*within, code}
+    receiver = code.co_varnames[0] if part is not None else None
+    value: Any = _UNKNOWN  # what the instruction before has loaded
+    for instruction in dis.get_instructions(code):
+        name, words = instruction.opname, instruction.argval
+        if name in ("LOAD_ATTR", "LOAD_METHOD"):
+            if isinstance(value, Tensor):
+                value = _UNKNOWN
+            if value is _UNKNOWN and words not in _NAMES:
+                return False
+            value = value if value is _UNKNOWN else _attribute(value, words)
+            continue
+        if value is not _UNKNOWN and not _is_pure_value(value, within):
+            return False
+        value, names = _UNKNOWN, words if isinstance(words, tuple) else (words,)
+        if name.startswith(_OUTSIDE) or (name.startswith("STORE_FAST") and receiver in names):
+            return False
+        if name == "LOAD_GLOBAL":
+            value = function.__globals__.get(words, getattr(builtins, words, _NOTHING))
+            if not isinstance(value, (ModuleType, FunctionType, BuiltinFunctionType, type)):
+                return False  # a name that may be given another value
+        elif "LOAD_FAST" in name and receiver is not None and names[-1] == receiver:
+            value = part
+    return all(map(_is_setting, defaults))
+
+
+def _attribute(value: Any, name: str) -> Any:
+    """Return an attribute of a module or a package; what is no pure value, where anything but a look computes it."""
+    if isinstance(value, ModuleType):
+        found = getattr(value, name, _NOTHING)
+        constant = value is math or value.__name__.partition(".")[0] == "torch"
+        return found if constant or not _is_setting(found) else _NOTHING
+    if not isinstance(value, nn.Module):
+        return _NOTHING
+    of_class = inspect.getattr_static(type(value), name, _NOTHING)
+    if of_class is not _NOTHING and not (isinstance(of_class, FunctionType) or _is_setting(of_class)):
+        return _NOTHING
+    found = getattr(value, name, _NOTHING)
+    return _NOTHING if isinstance(found, nn.Module) and value._modules.get(name) is not found else found
