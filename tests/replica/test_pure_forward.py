@@ -195,6 +195,15 @@ def test_a_forward_of_the_instance_and_hooks() -> None:
     assert is_pure(hooked, F.mse_loss)
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_parameters(register: str) -> None:
+    module = nn.Linear(6, 3)
+    handle = getattr(module.weight, register)(lambda _: None)
+    assert not is_pure(module, F.mse_loss)
+    handle.remove()
+    assert is_pure(module, F.mse_loss)
+
+
 def test_another_forward_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_pure(nn.Linear(6, 3), F.mse_loss)
     monkeypatch.setattr(nn.Linear, "forward", lambda _, x: noting(x))

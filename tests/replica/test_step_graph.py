@@ -208,6 +208,14 @@ def test_hooks_are_refused_and_named() -> None:
     with pytest.raises(InputError, match=r"compile=graph: 1 has a hook, .*<lambda>, which a graph would not call"):
         trained(programs.program(model=model), "replicas=1 compile=graph", 1)
 
+    def watched() -> nn.Module:
+        made = programs.mlp()
+        next(made.parameters()).register_hook(lambda gradient: None)  # type: ignore[no-untyped-call]
+        return made
+
+    with pytest.raises(InputError, match=r"compile=graph: the gradient of 0\.weight has a hook, .*<lambda>"):
+        trained(programs.program(model=watched), "replicas=1 compile=graph", 1)
+
 
 class Cache:
     """Something that a batch may have, of which nobody knows what it does."""

@@ -66,6 +66,8 @@ def is_pure(module: nn.Module, loss: Callable[..., Any]) -> bool:
     """Return whether what a model and its loss do follows from a batch, the model's tensors and its settings."""
     if any(value for name, value in vars(of_all_modules).items() if name.startswith("_global_") and "hooks" in name):
         return False
+    if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in module.parameters()):
+        return False
     of_loss = loss.modules() if isinstance(loss, nn.Module) else ()
     return _is_pure_value(loss, frozenset()) and all(map(_is_pure_part, (*module.modules(), *of_loss)))
 

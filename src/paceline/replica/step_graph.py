@@ -305,15 +305,21 @@ class Differentiated(torch.autograd.Function):
 
 
 def _refuse_hooks(module: nn.Module) -> None:
-    """Raise InputError, naming the first, if modules have hooks."""
-    for name, part in module.named_modules():
-        for kind in HOOKS:
-            for hook in getattr(part, kind).values():
-                raise InputError(
-                    f"compile=graph: {name or type(module).__name__} has a hook, "
-                    f"{getattr(hook, '__qualname__', type(hook).__name__)}, which a graph would not call; remove it, "
-                    f"or {WAY_OUT}"
-                )
+    """Raise InputError, naming the first, if modules or gradients of parameters have hooks."""
+    found = [
+        (name or type(module).__name__, hook)
+        for name, part in module.named_modules()
+        for kind in HOOKS
+        for hook in getattr(part, kind).values()
+    ]
+    for name, parameter in module.named_parameters():
+        hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks or {}
+        found += [(f"the gradient of {name}", hook) for hook in hooks.values()]
+    for what, hook in found:
+        said = getattr(hook, "__qualname__", type(hook).__name__)
+        raise InputError(
+            f"compile=graph: {what} has a hook, {said}, which a graph would not call; remove it, or {WAY_OUT}"
+        )
 
 
 @contextmanager
