@@ -149,7 +149,7 @@ def asynchronous(told: Told) -> Iterator[Figure]:
 
 def one_replica(told: Told) -> Iterator[Figure]:
     for row in told:
-        words = "" if row["side"] == "unasked" else f", {row['side']}"
+        words = "" if row["side"] == "default" else f", {row['side']}"
         yield Figure(f"{row['model']}, {row['optimizer']}, {row['engine']}{words}", float(row["ratio"]), 1.0)
 
 

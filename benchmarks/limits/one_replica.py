@@ -3,9 +3,9 @@
     python benchmarks/limits/one_replica.py
 
 The plain loop draws a permutation of the samples, and of each batch of it clears the gradients, computes loss and
-backward, and steps. Paceline makes its steps unasked, which soon are graphs, for these models are
-pure; as graphs from the first one (compile=graph); and as they are, of models that are not pure, for they count their
-calls. All take turns; a ratio is the median of the turns'.
+backward, and steps. Paceline's steps are those of the default, soon graphs, for these models are pure; graphs from the
+first one (compile=graph); and steps as they are, of models that are not pure, for they count their calls. All take
+turns; a ratio is the median of the turns'.
 """
 
 import argparse
@@ -66,7 +66,7 @@ ENGINES: dict[str, Callable[[], Engine]] = {"local": LocalEngine, "distributed":
 
 
 SIDES = {
-    "unasked": ("compile=false", False),
+    "default": ("compile=false", False),
     "compile=graph": ("compile=graph", False),
     "not pure": ("compile=false", True),
 }

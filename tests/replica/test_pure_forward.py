@@ -1,4 +1,4 @@
-"""Which models may have graphs unasked for: those whose forward does nothing but return what follows from its input."""
+"""Which models may have graphs by default: those whose forward does nothing but return what follows from its input."""
 
 import functools
 import math
@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
 
-from paceline.replica.pure_forward import is_pure
+from paceline.replica.pure_forward import pure
 
 T = TypeVar("T")
 
-SCALE = 2.0
+SCALE, MASK, SIZES = 2.0, torch.ones(6), [6]
 SEEN = list[Tensor]()
 
 
@@ -26,6 +26,10 @@ def swish(x: Tensor) -> Tensor:
 def noting(x: Tensor) -> Tensor:
     SEEN.append(x)
     return x
+
+
+def is_pure(module: nn.Module, loss: Callable[..., Any]) -> bool:
+    return pure(module, loss) is not None
 
 
 class Base(nn.Module, Generic[T]):
@@ -74,7 +78,15 @@ def through_a_name(self: Any, x: Tensor) -> Any:
     return torch.nn.functional.gelu(layer(x), approximate="tanh")
 
 
+def comprehensions(self: Any, x: Tensor) -> Any:
+    rows = [self.scaled(layer(x)) for layer in self.layers]
+    twice = sum(self.first(row) for row in rows)
+    return torch.cat([(lambda y: y * 2)(x), twice, *rows], dim=-1)
+
+
 PURE: dict[str, nn.Module] = {
+    "comprehensions": of(comprehensions),
+    "a global number": of(lambda _, x: x * SCALE + MASK[: x.shape[-1]]),
     "layers": of(layers),
     "helpers": of(helpers),
     "through a name": of(through_a_name),
@@ -87,6 +99,15 @@ PURE: dict[str, nn.Module] = {
 @pytest.mark.parametrize("module", PURE.values(), ids=list(PURE))
 def test_pure(module: nn.Module) -> None:
     assert is_pure(module, F.cross_entropy)
+
+
+def test_global_names_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = pure(PURE["a global number"], lambda output, target: (output - target).sum() * SCALE)
+    assert reads is not None
+    assert {(each.name, each.unchanged) for each in reads} == {("SCALE", True), ("MASK", True)}
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    assert {(each.name, each.unchanged) for each in reads} == {("SCALE", False), ("MASK", True)}
+    assert pure(PURE["layers"], F.cross_entropy) == []
 
 
 def attribute(self: Any, x: Tensor) -> Tensor:
@@ -161,11 +182,19 @@ def as_a_method_of_a_tensor(self: Any, x: Tensor) -> Tensor:
     return part.mean(x)  # type: ignore[no-any-return]
 
 
+def generator(self: Any, x: Tensor) -> Any:
+    yield self.first(x)
+
+
 IMPURE: dict[str, nn.Module] = {
     **{each.__name__: of(each) for each in (attribute, a_list, a_list_by_a_name, item, printed, a_default, seeds)},
     **{each.__name__: of(each) for each in (sets_a_mode, without_gradients, imports, another_self, backward)},
-    "a global number": of(lambda _, x: x * SCALE),
-    "a global list": of(lambda _, x: noting(x)),
+    "a global list": of(lambda _, x: x.view(*SIZES)),
+    "a function that notes": of(lambda _, x: noting(x)),
+    "a comprehension that counts": of(lambda self, x: sum(self.tally(row) for row in x)),
+    "a function within that notes": of(lambda _, x: [(lambda y: noting(2 * y))(row) for row in x]),
+    "another self within": of(lambda self, x: (lambda self: self.scaled(x))(self.layers[0])),
+    "a generator": of(generator),
     "what a closure has": of(closure(2)),
     "a method that counts": of(lambda self, x: self.tally(x)),
     "a property that counts": of(lambda self, x: x * self.counted),

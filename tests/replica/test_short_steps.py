@@ -91,6 +91,36 @@ def test_what_is_not_pure_stays_as_it_is(runs: list[StepGraph]) -> None:
     assert not runs
 
 
+SCALE = 1.0
+
+
+class Scaled(nn.Module):
+    """A model that reads a global number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = programs.mlp()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layers(x) * SCALE
+
+
+def scales(replica: int, replicas: int, seed: int) -> Iterator[Any]:
+    """Batches of four, from the seventh to the ninth of which the model has another scale."""
+    global SCALE
+    inputs, targets = programs.data()
+    for number in itertools.count():
+        SCALE = 2.0 if 6 <= number < 9 else 1.0
+        yield inputs[number : number + 4], targets[number : number + 4]
+
+
+def test_a_global_number_that_changes(runs: list[StepGraph], monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = trained(model=Scaled, train=scales)
+    assert runs[-1].steps == 14 - 1 - 3
+    monkeypatch.setattr(ShortStepGraphs, "of", lambda *_: None)
+    assert same(trained(model=Scaled, train=scales), graph)
+
+
 def test_nobody_looks_at_the_model(runs: list[StepGraph]) -> None:
     trained(callbacks=[Callback()])
     trained(loop=lambda worker: [worker.step(batch) for batch in worker.batches()])
@@ -134,7 +164,7 @@ def test_a_constant_of_the_first_batch_is_found_on_the_second(
     with pytest.raises(InputError, match=r"graph of .* does not do what the model does"):
         trained(" compile=graph", model=Remembering)
     assert max(each.steps for each in runs) == 1
-    monkeypatch.setattr(short_steps, "is_pure", lambda *_: True)
+    monkeypatch.setattr(short_steps, "pure", lambda *_: [])
     plain = trained(model=Remembering)
     monkeypatch.setattr(ShortStepGraphs, "of", lambda *_: None)
     # The one step that was a graph's was of the batch that it was traced on.

@@ -1,4 +1,4 @@
-"""Short steps of a whole model as graphs, unasked for: where nothing could tell them from steps as they are.
+"""Short steps of a whole model as graphs by default: where nothing could tell them from steps as they are.
 
 ::
 
@@ -15,7 +15,7 @@ its Python decides.
 import math
 import time
 from collections import defaultdict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ from paceline.device import CPU
 from paceline.program import Program, Tree, call
 from paceline.replica.base import Batch
 from paceline.replica.module_utils import preserve_state
-from paceline.replica.pure_forward import is_pure
+from paceline.replica.pure_forward import GlobalName, pure
 from paceline.replica.step_graph import MOST, StepGraphs, form_of
 
 SHORT_STEP_NS: Final[Nanoseconds] = 2_000_000
@@ -49,11 +49,19 @@ class ShortStepGraphs(StepGraphs):
         module: the model, in training mode.
         device: of the model.
         after_s: time of steps of one form before it is traced.
+        reads: global names that forward and loss read; while one has another value, all steps are as they are.
     """
 
-    def __init__(self, program: Program, module: nn.Module, device: torch.device, after_s: Seconds) -> None:
+    def __init__(
+        self,
+        program: Program,
+        module: nn.Module,
+        device: torch.device,
+        after_s: Seconds,
+        reads: Sequence[GlobalName] = (),
+    ) -> None:
         super().__init__(program, module, device)
-        self._after_ns = after_s * 1e9
+        self._after_ns, self._reads = after_s * 1e9, reads
         self._made: dict[Hashable, Made] = defaultdict(Made)
         self._as_they_are: set[Hashable] = {None}
         """Forms whose steps have no graph, and will have none; None stands for those that can't be told apart."""
@@ -65,8 +73,8 @@ class ShortStepGraphs(StepGraphs):
         cls, program: Program, module: nn.Module, device: torch.device, after_s: Seconds
     ) -> "ShortStepGraphs | None":
         """Return them for a model; None: it is not pure, or not on the CPU."""
-        pure = device == CPU and is_pure(module, program.loss)
-        return cls(program, module, device, after_s) if pure else None
+        reads = pure(module, program.loss) if device == CPU else None
+        return None if reads is None else cls(program, module, device, after_s, reads)
 
     def undecided(self, batch: Batch) -> bool:
         """Return whether a step on such a batch may yet become a graph, or is to be compared."""
@@ -77,7 +85,7 @@ class ShortStepGraphs(StepGraphs):
     def check_new(self, batch: Batch) -> None:
         """Trace, or compare once more, where it is time for that; what can't be a graph stays as it is."""
         form = _form_of(batch.input, batch.target)
-        if form in self._as_they_are:
+        if not self._may_be_graph(form):
             return
         if form not in self._graphs:
             total_ns, shortest_ns = self._made[form]
@@ -94,7 +102,7 @@ class ShortStepGraphs(StepGraphs):
 
     def differentiate(self, inputs: Tree, target: Tree, weight: float) -> Tensor | None:
         form = _form_of(inputs, target)
-        if form not in self._as_they_are:
+        if self._may_be_graph(form):
             try:
                 if (loss := super().differentiate(inputs, target, weight)) is not None:
                     return loss
@@ -109,6 +117,9 @@ class ShortStepGraphs(StepGraphs):
             total_ns, shortest_ns = self._made[self._form]
             took_ns = now - self._began
             self._made[self._form] = Made(total_ns + took_ns, min(shortest_ns, took_ns))
+
+    def _may_be_graph(self, form: Hashable) -> bool:
+        return form not in self._as_they_are and all(each.unchanged for each in self._reads)
 
     def _raise_as_it_is(self, inputs: Tree, target: Tree) -> None:
         """Make the step as it is, for what it raises: of its own type, and from the line of the model."""
