@@ -1,8 +1,10 @@
 """Which models may have graphs by default: those whose forward does nothing but return what follows from its input."""
 
 import functools
+import importlib
 import math
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 import pytest
@@ -91,6 +93,7 @@ PURE: dict[str, nn.Module] = {
     "helpers": of(helpers),
     "through a name": of(through_a_name),
     "PyTorch's own": nn.Sequential(nn.Conv1d(2, 3, 3), nn.BatchNorm1d(3), nn.Flatten(), nn.LayerNorm(12)),
+    "a static method": of(staticmethod(lambda: None)),
     "recurrent": nn.LSTM(3, 4, batch_first=True),
     "attention": nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
 }
@@ -231,6 +234,13 @@ def test_hooks_of_parameters(register: str) -> None:
     assert not is_pure(module, F.mse_loss)
     handle.remove()
     assert is_pure(module, F.mse_loss)
+
+
+def test_a_package_that_imports_what_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    lazy = ModuleType("lazy")
+    lazy.__getattr__ = lambda name: importlib.import_module(f"no_such_{name}")  # type: ignore[method-assign]
+    monkeypatch.setitem(globals(), "SCALE", lazy)
+    assert not is_pure(of(lambda _, x: x * SCALE.package), F.mse_loss)  # type: ignore[attr-defined]
 
 
 def test_another_forward_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -87,7 +88,9 @@ def pure(module: nn.Module, loss: Callable[..., Any]) -> Sequence[GlobalName] | 
     if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in module.parameters()):
         return None
     of_loss, reader = loss.modules() if isinstance(loss, nn.Module) else (), _Reader()
-    found = reader.is_pure_value(loss) and all(map(reader.is_pure_part, (*module.modules(), *of_loss)))
+    found = False
+    with suppress(Exception):  # of a package that imports what it is asked for, say
+        found = reader.is_pure_value(loss) and all(map(reader.is_pure_part, (*module.modules(), *of_loss)))
     return list(reader.globals.values()) if found else None
 
 
@@ -169,7 +172,7 @@ class _Reader:
         if not isinstance(function, FunctionType) or function.__closure__:
             return False
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        receiver = function.__code__.co_varnames[0] if part is not None else None
+        receiver = next(iter(function.__code__.co_varnames), None) if part is not None else None
         code = _Code(function.__code__, function.__globals__, part, receiver)
         return all(map(_is_setting, defaults)) and self._is_pure_code(code)
 
