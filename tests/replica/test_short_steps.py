@@ -1,8 +1,10 @@
 """Short steps of pure models are graphs from some time on: the bits are those of steps as they are."""
 
 import ctypes
+import gc
 import itertools
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from paceline import Run, train
 from paceline.callbacks import Callback
-from paceline.core.errors import InputError
+from paceline.core.errors import InputError, WorkerError
 from paceline.engine.distributed import rank_shard
 from paceline.replica import short_steps
 from paceline.replica.short_steps import ShortStepGraphs
@@ -185,6 +187,22 @@ def test_an_error_is_the_models_own(runs: list[StepGraph]) -> None:
     with pytest.raises(IndexError) as its:
         cross_entropy(torch.zeros(4, 3), torch.tensor([9, 9, 9, 9]))
     assert isinstance(caught.value, type(its.value)) or isinstance(caught.value.__cause__, type(its.value))
+
+
+def until_a_graph(replica: int, replicas: int, seed: int) -> Iterator[Any]:
+    """Batches until a step of this process was a graph's."""
+    inputs, targets = programs.data()
+    for number in itertools.count():
+        if number % 100 == 99 and any(isinstance(each, StepGraph) and each.steps for each in gc.get_objects()):
+            raise ArithmeticError("a step was a graph's")
+        yield inputs[:4], targets[:4]
+
+
+@pytest.mark.parametrize("model", [programs.mlp, Counting])
+def test_workers_have_graphs_of_what_is_pure(model: Any) -> None:
+    program, steps = programs.program(model=model, train=until_a_graph), 10**6 if model is programs.mlp else 1500
+    with pytest.raises(WorkerError, match="a step was a graph's") if model is programs.mlp else nullcontext():
+        train(program, "replicas=1", engine="local", steps=steps, progress=False)
 
 
 def test_only_on_the_cpu() -> None:
