@@ -333,7 +333,7 @@ class ClientWorker(Worker):
             if loop is not None:
                 loop(self)
             else:
-                for batch in self.batches():
+                for batch in self.batches():  # which has waited for the grant that step() would ask for
                     self._taken_samples()
                     self._step(batch)
         except TrainingEnded:

@@ -73,6 +73,17 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
+def hooks_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the hooks of modules and of parameters' gradients, each with a name of what has it."""
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    for name, part in module.named_modules():
+        for kind in kinds:
+            yield from ((name or type(module).__name__, hook) for hook in getattr(part, kind).values())
+    for name, parameter in module.named_parameters():
+        for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+            yield from ((f"the gradient of {name}", hook) for hook in (hooks or {}).values())
+
+
 def add_gradients(parameters: Iterable[Tensor], gradients: Iterable[Tensor]) -> None:
     """Add gradients that autograd has not computed to the parameters' ``grad``, as autograd does."""
     for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -5,10 +5,11 @@ use. Nothing is fused or changed: the same operators in the same order make the 
 built here is TorchScript's graph itself, operator by operator.
 """
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Argument, Tensor
@@ -20,6 +21,25 @@ from paceline.core.types import Seconds
 
 # Seconds of passes of one form before it is traced, which takes about as long: a short run is not held up.
 WARM_S: Seconds = 0.05
+
+
+class PlainSteps(NamedTuple):
+    """Steps of one form, or a stage's passes, that were made without a graph.
+
+    Args:
+        number: of them.
+        seconds: of all.
+        shortest: of one.
+    """
+
+    number: int = 0
+    seconds: Seconds = 0.0
+    shortest: Seconds = math.inf
+
+    def with_one(self, seconds: Seconds) -> "PlainSteps":
+        """Return these and one more."""
+        return PlainSteps(self.number + 1, self.seconds + seconds, min(self.shortest, seconds))
+
 
 # Of tensors, those of a graph's inputs in their order.
 Operators: TypeAlias = Callable[..., Sequence[Tensor]]

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""Attributes of a module that hold its hooks."""
+from paceline.replica.module_utils import hooks_of
 
 # Instructions that change what outlives a call, or by which it has what is not looked into here.
 _OUTSIDE = ("BEFORE_", "DELETE_ATTR", "DELETE_GLOBAL", "DELETE_NAME", "DELETE_SUBSCR", "IMPORT_", "LOAD_BUILD",
@@ -85,12 +84,14 @@ def pure(module: nn.Module, loss: Callable[..., Any]) -> Sequence[GlobalName] | 
     """
     if any(value for name, value in vars(of_all_modules).items() if name.startswith("_global_") and "hooks" in name):
         return None
-    if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in module.parameters()):
+    models, reader = [each for each in (module, loss) if isinstance(each, nn.Module)], _Reader()
+    if any(True for model in models for _ in hooks_of(model)):
         return None
-    of_loss, reader = loss.modules() if isinstance(loss, nn.Module) else (), _Reader()
     found = False
     with suppress(Exception):  # of a package that imports what it is asked for, say
-        found = reader.is_pure_value(loss) and all(map(reader.is_pure_part, (*module.modules(), *of_loss)))
+        found = reader.is_pure_value(loss) and all(
+            reader.is_pure_part(part) for model in models for part in model.modules()
+        )
     return list(reader.globals.values()) if found else None
 
 
@@ -138,7 +139,7 @@ class _Reader:
     def is_pure_part(self, part: nn.Module) -> bool:
         """Return whether a module's own forward is pure; its children are looked at by themselves."""
         kind, own = type(part), {name: value for name, value in vars(part).items() if name not in _OF_MODULE}
-        if any(getattr(part, name) for name in HOOKS) or isinstance(part, nn.SyncBatchNorm) or "forward" in own:
+        if isinstance(part, nn.SyncBatchNorm) or "forward" in own:
             return False
         if _is_of_torch(kind):
             told = all(_is_setting(value, lists=True) or self.is_pure_value(value) for value in own.values())

@@ -12,11 +12,10 @@ Of a short step Python and autograd are a third or more. A model that is not pur
 its Python decides.
 """
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -27,18 +26,12 @@ from paceline.device import CPU
 from paceline.program import Program, Tree, call
 from paceline.replica.base import Batch
 from paceline.replica.module_utils import preserve_state
+from paceline.replica.operator_list import PlainSteps
 from paceline.replica.pure_forward import GlobalName, pure
 from paceline.replica.step_graph import MOST, StepGraphs, form_of
 
 SHORT_STEP_NS: Final[Nanoseconds] = 2_000_000
 """A micro-step that is shorter may be a graph, and is computed to its end where it is cancelled."""
-
-
-class Made(NamedTuple):
-    """Steps of one form of batch that were made as they are: how long all took, and the shortest of them."""
-
-    total_ns: Nanoseconds = 0
-    shortest_ns: float = math.inf
 
 
 class ShortStepGraphs(StepGraphs):
@@ -61,8 +54,8 @@ class ShortStepGraphs(StepGraphs):
         reads: Sequence[GlobalName] = (),
     ) -> None:
         super().__init__(program, module, device)
-        self._after_ns, self._reads = after_s * 1e9, reads
-        self._made: dict[Hashable, Made] = defaultdict(Made)
+        self._after_s, self._reads = after_s, reads
+        self._made: dict[Hashable, PlainSteps] = defaultdict(PlainSteps)
         self._as_they_are: set[Hashable] = {None}
         """Forms whose steps have no graph, and will have none; None stands for those that can't be told apart."""
         self._form: Hashable = None
@@ -88,10 +81,10 @@ class ShortStepGraphs(StepGraphs):
         if not self._may_be_graph(form):
             return
         if form not in self._graphs:
-            total_ns, shortest_ns = self._made[form]
-            if total_ns <= self._after_ns:  # the first step is never a graph's
+            _, seconds, shortest = self._made[form]
+            if seconds <= self._after_s:  # the first step is never a graph's
                 return
-            if shortest_ns >= SHORT_STEP_NS or len(self._graphs) == MOST:
+            if shortest * 1e9 >= SHORT_STEP_NS or len(self._graphs) == MOST:
                 self._as_they_are.add(form)
                 return
         try:
@@ -104,7 +97,7 @@ class ShortStepGraphs(StepGraphs):
         form = _form_of(inputs, target)
         if self._may_be_graph(form):
             try:
-                if (loss := super().differentiate(inputs, target, weight)) is not None:
+                if (loss := self._differentiate(form, inputs, target, weight)) is not None:
                     return loss
             except RuntimeError:
                 self._raise_as_it_is(inputs, target)
@@ -114,9 +107,7 @@ class ShortStepGraphs(StepGraphs):
 
     def made(self, now: Nanoseconds) -> None:
         if self._form not in self._as_they_are:
-            total_ns, shortest_ns = self._made[self._form]
-            took_ns = now - self._began
-            self._made[self._form] = Made(total_ns + took_ns, min(shortest_ns, took_ns))
+            self._made[self._form] = self._made[self._form].with_one((now - self._began) * 1e-9)
 
     def _may_be_graph(self, form: Hashable) -> bool:
         return form not in self._as_they_are and all(each.unchanged for each in self._reads)

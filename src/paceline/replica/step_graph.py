@@ -31,10 +31,9 @@ from paceline.replica.capture.difference import reordered_ulps
 from paceline.replica.capture.export import failing_line
 from paceline.replica.capture.input_spec import resized
 from paceline.replica.capture.verify import ModelError, Reasons, check, model_runs
-from paceline.replica.module_utils import WithLoss, add_gradients, preserve_state, tensors_of
+from paceline.replica.module_utils import WithLoss, add_gradients, hooks_of, preserve_state, tensors_of
 from paceline.replica.operator_list import Operators, as_it_is, operators_of
 from paceline.replica.operator_trace import trace
-from paceline.replica.pure_forward import HOOKS
 
 WAY_OUT = "write compile=false"
 _REASONS = Reasons(
@@ -140,7 +139,9 @@ class StepGraphs:
         Returns:
             None: this form has no graph, and nothing has been done.
         """
-        form = form_of((inputs, target))
+        return self._differentiate(form_of((inputs, target)), inputs, target, weight)
+
+    def _differentiate(self, form: Hashable, inputs: Tree, target: Tree, weight: float) -> Tensor | None:
         graph = self._graphs.get(form)
         if graph is None or graph.due:
             self.check_new(Batch(inputs, target, 0))
@@ -306,16 +307,7 @@ class Differentiated(torch.autograd.Function):
 
 def _refuse_hooks(module: nn.Module) -> None:
     """Raise InputError, naming the first, if modules or gradients of parameters have hooks."""
-    found = [
-        (name or type(module).__name__, hook)
-        for name, part in module.named_modules()
-        for kind in HOOKS
-        for hook in getattr(part, kind).values()
-    ]
-    for name, parameter in module.named_parameters():
-        hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks or {}
-        found += [(f"the gradient of {name}", hook) for hook in hooks.values()]
-    for what, hook in found:
+    for what, hook in hooks_of(module):
         said = getattr(hook, "__qualname__", type(hook).__name__)
         raise InputError(
             f"compile=graph: {what} has a hook, {said}, which a graph would not call; remove it, or {WAY_OUT}"

@@ -25,7 +25,7 @@ from paceline.core.types import Seconds
 from paceline.program import Tree, leaves, map_tree
 from paceline.replica.capture.verify import check
 from paceline.replica.module_utils import add_gradients, preserve_state, tensors_of
-from paceline.replica.operator_list import WARM_S, Operators, as_it_is, operators_of, simplify
+from paceline.replica.operator_list import WARM_S, Operators, PlainSteps, as_it_is, operators_of, simplify
 from paceline.replica.operator_trace import trace
 from paceline.replica.pipeline.cut import Part
 from paceline.replica.pipeline.micro_batches import MicroBatch
@@ -111,8 +111,8 @@ class ShortPasses:
         """The parameters whose gradients are put off, where backward is split."""
         self._named = tensors_of(part.module)
         self._graphs: dict[Hashable, PartGraph | None] = {}
-        self._spent: dict[Hashable, tuple[Seconds, int]] = defaultdict(lambda: (0.0, 0))
-        """Seconds and number of passes without a graph."""
+        self._made: dict[Hashable, PlainSteps] = defaultdict(PlainSteps)
+        """Forward passes without a graph."""
 
     def of(
         self, micro_batch: MicroBatch, received: Sequence[Received], *, idle: bool
@@ -133,7 +133,7 @@ class ShortPasses:
             return None, None
         if form in self._graphs or len(self._graphs) == MOST:
             return form, self._graphs.get(form)
-        seconds, passes = self._spent[form]
+        passes, seconds, _ = self._made[form]
         if not (idle and passes) or seconds < WARM_S or seconds / passes > SHORT_PASS_S:
             return form, None
         try:
@@ -144,8 +144,7 @@ class ShortPasses:
 
     def passed(self, form: Hashable, seconds: Seconds) -> None:
         """Note a forward pass without a graph."""
-        before, passes = self._spent[form]
-        self._spent[form] = before + seconds, passes + 1
+        self._made[form] = self._made[form].with_one(seconds)
 
     def run(
         self, graph: PartGraph, micro_batch: MicroBatch, received: Sequence[Received]

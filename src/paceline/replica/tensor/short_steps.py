@@ -10,7 +10,6 @@ All shards of a replica decide alike, or one would wait for collectives that ano
 Operators and collectives are those of the shard as it is, in its order, so results have the same bits.
 """
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
@@ -25,7 +24,7 @@ from paceline.core.errors import InputError
 from paceline.core.types import Nanoseconds, Seconds
 from paceline.replica.capture.verify import check, model_runs
 from paceline.replica.module_utils import add_gradients, preserve_state, tensors_of
-from paceline.replica.operator_list import WARM_S, as_it_is
+from paceline.replica.operator_list import WARM_S, PlainSteps, as_it_is
 from paceline.replica.step_graph import MOST, Differentiated, StepGraph, form_of, traced_step
 from paceline.replica.tensor.graph_collectives import GraphCollectives
 from paceline.replica.tensor.prepare import PATCHING
@@ -41,20 +40,6 @@ class ShardStep(NamedTuple):
 
     graph: StepGraph
     collectives: GraphCollectives
-
-
-class Made(NamedTuple):
-    """Steps of one form that were made without a graph.
-
-    Args:
-        number: of them.
-        seconds: of all.
-        shortest: of one.
-    """
-
-    number: int = 0
-    seconds: Seconds = 0.0
-    shortest: Seconds = math.inf
 
 
 @final
@@ -80,7 +65,7 @@ class ShortSteps:
         self._tensors = list(self._named.values())
         self.steps: dict[Hashable, ShardStep | None] = {}
         """By form of batch; None: it has no graph."""
-        self._made: dict[Hashable, Made] = defaultdict(Made)
+        self._made: dict[Hashable, PlainSteps] = defaultdict(PlainSteps)
 
     def differentiate(
         self, leaves: Sequence[Tensor], weight: float, plain: Callable[[], tuple[Tensor, Nanoseconds]]
@@ -103,9 +88,7 @@ class ShortSteps:
             return loss, step.collectives.turned_ns
         began = time.monotonic_ns()
         made = plain()
-        number, seconds, shortest = self._made[form]
-        took_s = (time.monotonic_ns() - began) * 1e-9
-        self._made[form] = Made(number + 1, seconds + took_s, min(shortest, took_s))
+        self._made[form] = self._made[form].with_one((time.monotonic_ns() - began) * 1e-9)
         return made
 
     def _agreed(self, form: Hashable, leaves: Sequence[Tensor]) -> ShardStep | None:
