@@ -322,7 +322,7 @@ def _gradients(
     # Random, so that errors don't cancel in a sum, which a single number is not.
     generator = torch.Generator().manual_seed(_SEED)
     projection: list[Tensor] | None = None
-    if len(outputs) > 1 or outputs[0].numel() > 1:
+    if len(outputs) > 1 or outputs[0].numel() != 1:
         projection = [torch.randn(t.shape, generator=generator, dtype=t.dtype).to(t.device) for t in outputs]
     before = {name: leaf.grad for name, leaf in sources.items()}
     hooks = [leaf.register_post_accumulate_grad_hook(partial(hook, name)) for name, leaf in sources.items()]  # type: ignore[no-untyped-call]
