@@ -145,3 +145,19 @@ def test_what_the_model_does_may_be_computed_before_there_is_a_version(rows: int
 def test_a_model_that_takes_no_batch_is_named_before_any_version() -> None:
     with pytest.raises(ModelError, match=r"AtLeast itself fails in training.*6 rows"):
         model_runs(AtLeast(7), inputs(4), (2, 3))
+
+
+class Narrowed(nn.Module):
+    """Returns none of its columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight)[:, :0]
+
+
+def test_a_model_whose_only_output_is_empty() -> None:
+    (run,) = model_runs(Narrowed(), (torch.ones(2, 3),), (), of_inputs=False)
+    assert run.scale == 0
