@@ -66,6 +66,39 @@ def test_the_next_batch_is_there_when_it_is_asked_for(data: Any, prepares: bool,
     assert made == (expected if prepares else [(1, 0), (1, 1), (1, 2), (2, 5), (1, 3), (1, 4)])
 
 
+@pytest.mark.parametrize(("size", "together"), [(16, True), (12, False)])
+@pytest.mark.parametrize("tree", [False, True])
+def test_small_batches_are_gathered_several_at_once(size: int, together: bool, tree: bool) -> None:
+    """All those of the order, over epochs of six and a smaller one; each begins at a cache line, or is by itself."""
+    inputs, targets = torch.arange(200), -torch.arange(200)
+    train: Any = ({"x": inputs}, [targets]) if tree else (inputs, targets)
+    order, memories, counts = DataOrder(200, size, 2, 1), [], list[int]()
+    with closing(BatchSource(programs.program(train=train), order, 2)) as source:
+        for k in range(60):
+            batch = source.at(1, k)
+            source.prepare()
+            found = batch.input["x"] if tree else batch.input
+            found_targets = batch.target[0] if tree else batch.target
+            expected = order.batch(1, k)
+            assert found.tolist() == expected.tolist() == (-found_targets).tolist()
+            assert batch.samples == len(expected)
+            assert found.data_ptr() % 64 == found_targets.data_ptr() % 64 == 0
+            memories.append(found.untyped_storage())  # kept, so that no memory is used twice
+    for memory in memories:
+        counts.append(sum(memory.data_ptr() == each.data_ptr() for each in memories))
+    assert max(counts) == (6 if together else 1)
+
+
+def test_large_batches_are_gathered_one_by_one() -> None:
+    images = torch.zeros(64, 1 << 13)
+    order, memories = DataOrder(64, 8, 1, 1), []
+    with closing(BatchSource(programs.program(train=(images, torch.zeros(64, 8))), order, 1)) as source:
+        for k in range(20):
+            memories.append(source.at(0, k).input.untyped_storage())
+            source.prepare()
+    assert len({memory.data_ptr() for memory in memories}) == 20
+
+
 def test_a_function_is_called_once_for_batches_in_their_order() -> None:
     def numbered(replica: int, replicas: int, seed: int) -> Any:
         return ((torch.tensor([k]), torch.tensor([replica])) for k in range(3))

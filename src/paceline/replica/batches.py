@@ -9,10 +9,11 @@ Of an IterableDataset, which has an order of its own, each replica reads all bat
 
 import copy
 import itertools
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -29,6 +30,12 @@ from paceline.replica.base import EMPTY, Batch, as_batch, as_pair
 
 Fetch = Callable[[NDArray[np.int64]], tuple[Tree, Tree]]
 Stream: TypeAlias = Generator[Batch, None, None]
+
+# Most batches that are gathered at once, and their bytes.
+MOST_AHEAD, AHEAD_BYTES = 8, 1 << 18
+
+# Bytes; torch's tensors begin at one.
+CACHE_LINE = 64
 
 
 def fetcher(data: Data, loader: Mapping[str, Any], *, whole: bool = False) -> Fetch:
@@ -118,11 +125,11 @@ class BatchSource:
         self._prefetches = order is not None and bool(program.loader.get("num_workers")) and not shared
         self._guess: tuple[ReplicaId, int] | None = None
         """Stream and number after the last batch."""
-        self._guessed = False
-        """Whether that one was the one after its last."""
-        self._prepared: tuple[tuple[ReplicaId, int], Batch] | None = None
-        self._rows = False
-        """Whether batches are rows of tensors."""
+        self._in_turn = 0
+        """How many batches up to the last were each the one after the one before."""
+        self._prepared: deque[tuple[tuple[ReplicaId, int], Batch]] = deque()
+        self._row_bytes: list[int] | None = None
+        """Of each tensor whose rows are the samples; None: samples are asked for."""
 
     def at(self, stream: ReplicaId, number: int) -> Batch:
         """Return a batch; without an order those before are made in vain, and none again."""
@@ -136,21 +143,47 @@ class BatchSource:
                 self._next = stream, number + 1
                 return next(islice(self._ahead, number - next_number, None))
         asked, prepared = (stream, number), self._prepared
-        self._guessed, self._guess, self._prepared = asked == self._guess, (stream, number + 1), None
-        return prepared[1] if prepared is not None and prepared[0] == asked else self._fetched(self._order, *asked)
+        self._in_turn, self._guess = self._in_turn + 1 if asked == self._guess else 0, (stream, number + 1)
+        if prepared and prepared[0][0] == asked:
+            return prepared.popleft()[1]
+        prepared.clear()
+        return self._fetched(self._order.batch(stream, number))
 
     def prepare(self) -> None:
-        """Fetch the next batch where it is known and takes nobody's code, for a caller with time to wait."""
-        guess, order = self._guess, self._order
-        if self._rows and self._guessed and order is not None and guess is not None and self._prepared is None:
-            self._prepared = guess, self._fetched(order, *guess)
+        """Fetch the next batches where they are known and take nobody's code, for a caller with time to wait.
 
-    def _fetched(self, order: DataOrder, stream: ReplicaId, number: int) -> Batch:
+        Small ones are gathered several at once, as many as have come in turn before them.
+        """
+        guess, order, in_turn = self._guess, self._order, self._in_turn
+        if self._prepared or not in_turn or self._row_bytes is None or order is None or guess is None:
+            return
+        stream, number = guess
+        first = order.batch(stream, number)
+        count = min(in_turn, self._at_once(len(first)))
+        later = (order.batch(stream, number + i) for i in range(1, count))
+        alike = [first, *takewhile(lambda indices: len(indices) == len(first), later)]
+        if len(alike) == 1:
+            batches = [self._fetched(first)]
+        else:
+            batches = _divided(self._fetched(np.concatenate(alike)), len(alike))
+        self._prepared.extend(((stream, number + i), batch) for i, batch in enumerate(batches))
+
+    def _at_once(self, samples: int) -> int:
+        """Return how many batches of so many samples are gathered at once.
+
+        Each begins at a cache line, as one that is gathered by itself does: kernels may round by alignment.
+        """
+        sizes = [samples * row for row in self._row_bytes or ()]
+        if not samples or any(size % CACHE_LINE for size in sizes):
+            return 1
+        return max(1, min(MOST_AHEAD, AHEAD_BYTES // max(1, sum(sizes))))
+
+    def _fetched(self, indices: NDArray[np.int64]) -> Batch:
         if self._fetch is None:
             train, program = cast(Data, self._program.train), self._program
             self._fetch = fetcher(train, program.loader, whole=program.model_makes_loss)
-            self._rows = _rows_of(train, program.loader) is not None
-        indices = order.batch(stream, number)
+            rows = _rows_of(train, program.loader)
+            self._row_bytes = None if rows is None else [t.nbytes // max(1, len(t)) for t in leaves(rows)]
         return Batch(*self._fetch(indices), len(indices)) if len(indices) else EMPTY
 
     def stream(self, stream: ReplicaId, first: int = 0) -> Stream:
@@ -207,6 +240,20 @@ class BatchSource:
         fetched = iter(DataLoader(data, batch_sampler=filter(None, sampler), **options))
         for chosen in own:
             yield Batch(*as_pair(next(fetched), whole=whole), len(chosen)) if chosen else EMPTY
+
+
+def _divided(batch: Batch, count: int) -> list[Batch]:
+    """Return the batches of equal size that were gathered at once."""
+    inputs, targets, samples = batch
+    size = samples // count
+    if isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor):  # the usual case
+        pairs = zip(torch.split(inputs, size), torch.split(targets, size), strict=True)
+        return [Batch(each, target, size) for each, target in pairs]
+
+    def rows(first: int, tree: Tree) -> Tree:
+        return map_tree(lambda t: t.narrow(0, first, size), tree)
+
+    return [Batch(rows(first, inputs), rows(first, targets), size) for first in range(0, samples, size)]
 
 
 def loader_options(program: Program) -> dict[str, Any]:
