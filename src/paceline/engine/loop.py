@@ -240,14 +240,15 @@ class RunLoop:
             attempt: number of the step that a replica is at.
             busy: returns whether the silence is this process's own: reports are there that it has not read.
         """
+        timeout_s = self._job.timeout_s
+        if self.coordinator.computing and now - self.last_event_s <= timeout_s:  # nearly always
+            return
         computing = sorted(self.coordinator.computing)
         if not computing:
             if self.coordinator.deadline < math.inf:
                 return
             raise self.coordinator.deadlock()
-        timeout_s = self._job.timeout_s
-        silent = now - self.last_event_s > timeout_s and now - max(map(excused_until, computing)) > timeout_s
-        if silent and not busy():
+        if now - max(map(excused_until, computing)) > timeout_s and not busy():
             waiting = ", ".join([waiter, *(f"replica {r}" for r in self.coordinator.waiting)])
             late = ", ".join(f"replica {r} at its step {attempt(r)}" for r in computing)
             raise WaitTimeoutError(

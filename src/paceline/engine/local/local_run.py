@@ -48,6 +48,9 @@ from paceline.replica.optimizer_state import whole_chunks
 from paceline.trace.recorder import read_packed
 from paceline.trace.spans import SERVER
 
+# Where workers need the core: main sleeps soon, and finds several completions when it wakes.
+WITH_WORKERS = SHARED_CORES._replace(polls=8)
+
 # How often main polls for what is no completion, a worker's end for instance, while completions keep coming.
 POLL_S: Seconds = 0.01
 
@@ -239,8 +242,10 @@ class LocalRun:
     def _wait(self, timeout_s: Seconds) -> list[Event]:
         """Wait for events; those that are no completion are polled once a while, however many completions come."""
         wakeup, server, events = self._workers.wakeup, self._server, list[Event]()
-        # Snapshots are evaluated on what cores are idle.
-        wakeup.polling = OWN_CORE if self._own_core and not self._evaluation.queue.snapshots else SHARED_CORES
+        if self._own_core:  # snapshots are evaluated on what cores are idle
+            wakeup.polling = SHARED_CORES if self._evaluation.queue.snapshots else OWN_CORE
+        else:
+            wakeup.polling = WITH_WORKERS
         if wakeup.spin(server.has_news) and self._now() - self._polled_s < POLL_S:
             return events
         self._polled_s = self._now()
