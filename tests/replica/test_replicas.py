@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam
 
 from paceline import Program
 from paceline.core.delta import Keep, Mix, Replace
-from paceline.replica.autograd import Autograd, step_seed
+from paceline.replica.autograd import Autograd, backpropagate, step_seed
 from paceline.replica.base import EMPTY, Batch
 from paceline.replica.flat_state import FlatLayout, FlatState, finite, read
 from paceline.replica.local_sgd import LocalSGD, WritesInPlace
@@ -78,6 +78,52 @@ def test_gradients_may_be_added_up_in_delta_itself(model: Any) -> None:
         found.append(out)
     for one, other in zip(found[0].parameters, found[1].parameters, strict=True):
         assert torch.equal(one, other)  # the same sums in the same order
+
+
+LOSSES: dict[str, Any] = {
+    "scalar": lambda x: (x * x).sum(),
+    "bfloat16": lambda x: (x * x).sum().bfloat16(),
+    "float64": lambda x: (x * x).double().mean(),
+    "of one element": lambda x: (x * x).sum().reshape(1),
+    "used twice": lambda x: (x.exp() * x).sum() + x[0],
+}
+
+
+@pytest.mark.parametrize("weight", [1.0, 3.0, 0.1])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_backpropagating_is_torchs_backward(kind: str, weight: float) -> None:
+    given = torch.randn(5, generator=torch.Generator().manual_seed(3))
+    mine, torchs = (given.clone().requires_grad_() for _ in range(2))
+    for _ in range(2):  # the second gradient is added to the first
+        backpropagate(LOSSES[kind](mine), weight)
+        (weight * LOSSES[kind](torchs)).backward()
+    assert mine.grad is not None
+    assert torchs.grad is not None
+    assert torch.equal(mine.grad, torchs.grad)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda x: x * 2, "grad can be implicitly created only for scalar outputs"),
+        (lambda x: x.detach().sum(), "does not require grad"),
+        (lambda x: torch.tensor(1), "does not require grad"),
+    ],
+)
+def test_what_torchs_backward_refuses(loss: Any, said: str) -> None:
+    with pytest.raises(RuntimeError, match=said):
+        backpropagate(loss(torch.ones(3, requires_grad=True)))
+
+
+def test_a_loss_of_a_class_of_its_own_has_its_own_backward() -> None:
+    class Loss(torch.Tensor):
+        called = False
+
+        def backward(self, *args: Any, **kwargs: Any) -> None:
+            Loss.called = True
+
+    backpropagate(torch.ones(()).as_subclass(Loss))
+    assert Loss.called
 
 
 def test_a_delta_that_was_called_off_leaves_nothing_behind() -> None:

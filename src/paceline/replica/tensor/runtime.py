@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.types import Clock, Nanoseconds, ReplicaId
 from paceline.replica.activation_memory import ActivationMemory, StorageCounter
-from paceline.replica.autograd import NO_RECORDER, Autograd, GradientHandoff, step_seed
+from paceline.replica.autograd import NO_RECORDER, Autograd, GradientHandoff, backpropagate, step_seed
 from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.capture.input_spec import shapes_of
 from paceline.replica.compilation import CompiledPart
@@ -115,7 +115,7 @@ class TensorParallel(Replica):
                 self._compiled.check_new(shapes_of(leaves), leaves)
             loss = self._forward(leaves)
         turned = time.monotonic_ns()
-        (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+        backpropagate(loss, weight)
         return loss.detach(), turned
 
     def _forward(self, leaves: list[Tensor]) -> Tensor:
