@@ -83,13 +83,14 @@ def test_gradients_may_be_added_up_in_delta_itself(model: Any) -> None:
 LOSSES: dict[str, Any] = {
     "scalar": lambda x: (x * x).sum(),
     "bfloat16": lambda x: (x * x).sum().bfloat16(),
+    "float16": lambda x: (x * x).sum().half(),
     "float64": lambda x: (x * x).double().mean(),
     "of one element": lambda x: (x * x).sum().reshape(1),
     "used twice": lambda x: (x.exp() * x).sum() + x[0],
 }
 
 
-@pytest.mark.parametrize("weight", [1.0, 3.0, 0.1])
+@pytest.mark.parametrize("weight", [1.0, 3.0, 0.1, 1e5])
 @pytest.mark.parametrize("kind", LOSSES)
 def test_backpropagating_is_torchs_backward(kind: str, weight: float) -> None:
     given = torch.randn(5, generator=torch.Generator().manual_seed(3))

@@ -229,7 +229,9 @@ def backpropagate(loss: Tensor, weight: float = 1.0) -> None:
     if type(loss) is not Tensor or loss.dim() or not loss.is_floating_point():
         (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
         return
-    given = torch.full_like(loss, weight)
+    given = torch.ones_like(loss)
+    if weight != 1.0:
+        given *= weight
     torch.autograd.Variable._execution_engine.run_backward(
         (loss,), (given,), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
