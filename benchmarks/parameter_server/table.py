@@ -28,7 +28,7 @@ def ratio(rounds: Sequence[Figures], side: str, ours: str = OURS) -> str:
     '4.00'
     """
     value = median(figures[ours] / figures[side] for figures in rounds)
-    return f"{value:.0f}" if value >= 10 else f"{value:.2f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def head(title: str, *columns: str) -> None:
