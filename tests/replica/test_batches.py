@@ -89,6 +89,24 @@ def test_small_batches_are_gathered_several_at_once(size: int, together: bool, t
     assert max(counts) == (6 if together else 1)
 
 
+@pytest.mark.parametrize("tree", [False, True])
+def test_to_write_into_a_batch_is_not_to_write_into_the_next(tree: bool) -> None:
+    """Neither its values nor the counter by which autograd knows of it; two batches may be under way in a pipeline."""
+    inputs, targets = torch.arange(160.0), torch.zeros(160)
+    train: Any = ({"x": inputs}, targets) if tree else (inputs, targets)
+    order, weight = DataOrder(160, 16, 1, 1), torch.ones((), requires_grad=True)
+    under_way = []
+    with closing(BatchSource(programs.program(train=train), order, 1)) as source:
+        for k in range(10):
+            batch = source.at(0, k)
+            source.prepare()
+            found = batch.input["x"] if tree else batch.input
+            under_way.append((weight * found.mul_(2)).sum())
+    for k, loss in enumerate(under_way):
+        (gradient,) = torch.autograd.grad(loss, weight)
+        assert gradient == 2 * order.batch(0, k).sum()
+
+
 def test_large_batches_are_gathered_one_by_one() -> None:
     images = torch.zeros(64, 1 << 13)
     order, memories = DataOrder(64, 8, 1, 1), []

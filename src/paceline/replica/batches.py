@@ -243,15 +243,19 @@ class BatchSource:
 
 
 def _divided(batch: Batch, count: int) -> list[Batch]:
-    """Return the batches of equal size that were gathered at once."""
+    """Return the batches of equal size that were gathered at once; none knows of the others.
+
+    A view has the version counter of what it is a view of, by which autograd would take a forward that writes into one
+    batch for one that has written into all. ``data`` has its own.
+    """
     inputs, targets, samples = batch
     size = samples // count
     if isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor):  # the usual case
         pairs = zip(torch.split(inputs, size), torch.split(targets, size), strict=True)
-        return [Batch(each, target, size) for each, target in pairs]
+        return [Batch(each.data, target.data, size) for each, target in pairs]
 
     def rows(first: int, tree: Tree) -> Tree:
-        return map_tree(lambda t: t.narrow(0, first, size), tree)
+        return map_tree(lambda t: t.narrow(0, first, size).data, tree)
 
     return [Batch(rows(first, inputs), rows(first, targets), size) for first in range(0, samples, size)]
 
