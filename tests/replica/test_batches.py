@@ -1,5 +1,6 @@
 """Batches follow the order of the data, from whatever kind of data set."""
 
+from collections import Counter
 from contextlib import closing
 from itertools import islice
 from typing import Any
@@ -72,7 +73,7 @@ def test_small_batches_are_gathered_several_at_once(size: int, together: bool, t
     """All those of the order, over epochs of six and a smaller one; each begins at a cache line, or is by itself."""
     inputs, targets = torch.arange(200), -torch.arange(200)
     train: Any = ({"x": inputs}, [targets]) if tree else (inputs, targets)
-    order, memories, counts = DataOrder(200, size, 2, 1), [], list[int]()
+    order, memories = DataOrder(200, size, 2, 1), []
     with closing(BatchSource(programs.program(train=train), order, 2)) as source:
         for k in range(60):
             batch = source.at(1, k)
@@ -84,9 +85,7 @@ def test_small_batches_are_gathered_several_at_once(size: int, together: bool, t
             assert batch.samples == len(expected)
             assert found.data_ptr() % 64 == found_targets.data_ptr() % 64 == 0
             memories.append(found.untyped_storage())  # kept, so that no memory is used twice
-    for memory in memories:
-        counts.append(sum(memory.data_ptr() == each.data_ptr() for each in memories))
-    assert max(counts) == (6 if together else 1)
+    assert max(Counter(memory.data_ptr() for memory in memories).values()) == (6 if together else 1)
 
 
 @pytest.mark.parametrize("tree", [False, True])

@@ -121,18 +121,9 @@ class Coordinator:
         return math.inf if deadline is None else deadline
 
     @property
-    def waiting(self) -> list[ReplicaId]:
+    def waiting(self) -> set[ReplicaId]:
         """Return the replicas that take part and do not compute."""
-        return sorted(self.present - self.computing)
-
-    def waits(self, replica: ReplicaId) -> bool:
-        """Return whether a replica takes part and does not compute."""
-        return replica in self.present and replica not in self.computing
-
-    @property
-    def all_compute(self) -> bool:
-        """Whether no replica waits."""
-        return self.present <= self.computing
+        return self.present - self.computing
 
     def deadlock(self) -> PacelineError:
         """Build the error for a run in which no replica computes, so that no Δ can arrive any more."""

@@ -249,7 +249,7 @@ class RunLoop:
                 return
             raise self.coordinator.deadlock()
         if now - max(map(excused_until, computing)) > timeout_s and not busy():
-            waiting = ", ".join([waiter, *(f"replica {r}" for r in self.coordinator.waiting)])
+            waiting = ", ".join([waiter, *(f"replica {r}" for r in sorted(self.coordinator.waiting))])
             late = ", ".join(f"replica {r} at its step {attempt(r)}" for r in computing)
             raise WaitTimeoutError(
                 f"{waiting} waited {timeout_s:g} s for {late}, and received nothing; write a larger timeout_s= if a "

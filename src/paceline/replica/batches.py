@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from paceline.comm.shared_memory import ALIGNMENT
 from paceline.core.data_order import DataOrder
 from paceline.core.errors import InputError
 from paceline.core.types import ReplicaId
@@ -33,9 +34,6 @@ Stream: TypeAlias = Generator[Batch, None, None]
 
 # Most batches that are gathered at once, and their bytes.
 MOST_AHEAD, AHEAD_BYTES = 8, 1 << 18
-
-# Bytes; torch's tensors begin at one.
-CACHE_LINE = 64
 
 
 def fetcher(data: Data, loader: Mapping[str, Any], *, whole: bool = False) -> Fetch:
@@ -127,7 +125,8 @@ class BatchSource:
         """Stream and number after the last batch."""
         self._in_turn = 0
         """How many batches up to the last were each the one after the one before."""
-        self._prepared: deque[tuple[tuple[ReplicaId, int], Batch]] = deque()
+        self._prepared: deque[Batch] = deque()
+        """That one, and those after it."""
         self._row_bytes: list[int] | None = None
         """Of each tensor whose rows are the samples; None: samples are asked for."""
 
@@ -142,11 +141,11 @@ class BatchSource:
             if stream == own and number >= next_number:
                 self._next = stream, number + 1
                 return next(islice(self._ahead, number - next_number, None))
-        asked, prepared = (stream, number), self._prepared
-        self._in_turn, self._guess = self._in_turn + 1 if asked == self._guess else 0, (stream, number + 1)
-        if prepared and prepared[0][0] == asked:
-            return prepared.popleft()[1]
-        prepared.clear()
+        in_turn, self._guess = (stream, number) == self._guess, (stream, number + 1)
+        self._in_turn = self._in_turn + 1 if in_turn else 0
+        if in_turn and self._prepared:
+            return self._prepared.popleft()
+        self._prepared.clear()
         return self._fetched(self._order.batch(stream, number))
 
     def prepare(self) -> None:
@@ -162,11 +161,7 @@ class BatchSource:
         count = min(in_turn, self._at_once(len(first)))
         later = (order.batch(stream, number + i) for i in range(1, count))
         alike = [first, *takewhile(lambda indices: len(indices) == len(first), later)]
-        if len(alike) == 1:
-            batches = [self._fetched(first)]
-        else:
-            batches = _divided(self._fetched(np.concatenate(alike)), len(alike))
-        self._prepared.extend(((stream, number + i), batch) for i, batch in enumerate(batches))
+        self._prepared.extend(_divided(self._fetched(np.concatenate(alike)), len(alike)))
 
     def _at_once(self, samples: int) -> int:
         """Return how many batches of so many samples are gathered at once.
@@ -174,7 +169,7 @@ class BatchSource:
         Each begins at a cache line, as one that is gathered by itself does: kernels may round by alignment.
         """
         sizes = [samples * row for row in self._row_bytes or ()]
-        if not samples or any(size % CACHE_LINE for size in sizes):
+        if not samples or any(size % ALIGNMENT for size in sizes):
             return 1
         return max(1, min(MOST_AHEAD, AHEAD_BYTES // max(1, sum(sizes))))
 
@@ -248,6 +243,8 @@ def _divided(batch: Batch, count: int) -> list[Batch]:
     A view has the version counter of what it is a view of, by which autograd would take a forward that writes into one
     batch for one that has written into all. ``data`` has its own.
     """
+    if count == 1:
+        return [batch]
     inputs, targets, samples = batch
     size = samples // count
     if isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor):  # the usual case

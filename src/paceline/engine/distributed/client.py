@@ -161,7 +161,7 @@ class AllReduceClient(RankClient, GradientSink):
             self._buffer.zero()
         kept = [v.clone() for v in state.vectors] if coordinator.may_repeat else []
         self._exchange(StatusKind.delta, measured)
-        while not coordinator.over and coordinator.decisions.waits(self._replica):  # another Δ is computed anew
+        while not coordinator.over and self._replica in coordinator.decisions.waiting:  # another Δ is computed anew
             coordinator.settle()
             torch._foreach_copy_(state.vectors, kept)
             self._exchange(StatusKind.delta, measured)
@@ -224,7 +224,7 @@ class AllReduceClient(RankClient, GradientSink):
             context.shard.forget()
         context.metrics.spent("apply", updating, step)
         context.divergence.check_if_due(coordinator.decisions.version, coordinator.settle)
-        if coordinator.decisions.all_compute:  # a replica that waits has a Δ that no checkpoint would have
+        if not coordinator.decisions.waiting:  # a replica that waits has a Δ that no checkpoint would have
             context.checkpointer.save_if_due(coordinator.now, busy=any(status.saving for status in statuses))
         if context.survival is not None and any(status.joining for status in statuses) and not coordinator.over:
             context.survival.admit()

@@ -115,7 +115,7 @@ class LocalRun:
             workers=workers,
             recorder=self._spans.recorder,
             estimator=estimator,
-            idle=lambda: self._coordinator.waiting,
+            idle=lambda: sorted(self._coordinator.waiting),
             lead=lambda r: min(self._max_lead, self._loop.dispatcher.quota.guaranteed(r)) if self._max_lead else 0,
             before_grant=self._faults.inject,
             before_change=self._settle,
