@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import InputError
-from paceline.replica.operator_list import as_it_is, operators_of
+from paceline.replica.operator_list import as_it_is, operators_of, write_outputs
 from paceline.replica.operator_trace import trace
 
 
@@ -66,6 +66,38 @@ def test_what_was_there_before_is_read_anew_and_what_is_made_of_numbers_is_made_
     outside.fill_(5.0)
     found = operators(torch.full((2,), 3.0), *constants)
     assert [tensor.tolist() for tensor in found] == [[8.0, 8.0], [3.0, 6.0]]
+
+
+def written(given: Sequence[Tensor]) -> list[Tensor]:
+    """A loss, and what is like gradients: products, a sum of another shape, one that is two of them, and others."""
+    x, y = given
+    product, total = x @ y, x.sum(0, keepdim=True).view(-1)
+    return [product.sum(), product, total, total, x, y.t().contiguous()]
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_outputs_are_written_where_they_belong(shift: int) -> None:
+    """Products and sums at once, if that begins at a cache line; what is twice the same is copied once more."""
+    draw = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(16, 16, generator=draw) for _ in range(2)]
+    module = trace(written, [torch.ones(16, 16), torch.zeros(16, 16)])
+    expected = written(inputs)[1:]
+    sizes = [value.numel() for value in expected]
+    flat = torch.full((sum(sizes) + 16,), torch.nan)
+    places = [
+        part.view_as(value) for part, value in zip(flat[shift:].split([*sizes, 16 - shift]), expected, strict=False)
+    ]
+    assert flat.data_ptr() % 64 == 0
+    write_outputs(module, places)
+    operators, constants = operators_of(module)
+    copied = len(module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default))
+    assert copied == (3 if shift == 0 else 5)
+    with as_it_is():
+        returned = operators(*inputs, *places, *constants)
+    assert torch.equal(returned[0], expected[0].sum())
+    assert len(returned) == 1
+    for place, value in zip(places, expected, strict=True):
+        assert torch.equal(place, value)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Steps that run as one list of operators: the bits of plain ones, and refused where they could be something else."""
 
+import functools
+import math
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,8 +16,9 @@ from paceline import Program, Run, train
 from paceline.core.errors import InputError
 from paceline.replica import operator_list, step_graph
 from paceline.replica.autograd import Autograd
-from paceline.replica.base import Batch
+from paceline.replica.base import EMPTY, Batch
 from paceline.replica.flat_state import FlatLayout, read
+from paceline.replica.single import Single
 from paceline.replica.step_graph import StepGraphs, form_of
 from tests.engine import programs
 
@@ -39,6 +42,74 @@ def autograd_of(program: Program) -> Autograd:
 
 def batch_of(samples: int) -> Batch:
     return Batch(*programs.data(samples=samples), samples)
+
+
+SIZES = {"at cache lines": 16, "beside them": 7}
+
+
+@pytest.mark.parametrize("width", SIZES.values(), ids=list(SIZES))
+def test_gradients_are_written_into_the_delta_under_way(width: int) -> None:
+    """Of steps by turns into two of them, as they are without a graph; a step that is called off leaves nothing."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3)).double()
+
+    program = programs.program(model=model)
+    module = program.build()
+    layout = FlatLayout.of(module)
+    deltas = [layout.new() for _ in range(2)]
+    under_way = [deltas[0]]
+    autograd, plain = (Autograd(program, program.build(), layout, 0, "cpu") for _ in range(2))
+    make = functools.partial(StepGraphs, delta=lambda: under_way[0])
+    autograd.graphs = autograd.checked(make, batch_of(4), [])
+    replica, other, state = Single(autograd), Single(plain), read(module, layout.new())
+    expected = layout.new()
+    for step in range(6):
+        under_way[0] = out = deltas[step % 2]
+        for each in out.parameters:
+            each.fill_(torch.nan)
+        inputs, targets = programs.data(samples=4 * step + 4)
+        batch = Batch(inputs[-4:], targets[-4:], 4)
+        replica.adopt(state)
+        if step == 3:
+            replica.advance(batch_of(4), step)
+            replica.adopt(state)
+        if step == 4:  # no sample
+            batch = EMPTY
+        other.adopt(state)
+        assert math.isnan(replica.advance(batch, step)) == (step == 4)
+        other.advance(batch, step)
+        assert (autograd.graphs.written is out) == (step != 4)
+        replica.finish(out)
+        other.finish(expected)
+        assert all(map(torch.equal, out.parameters, expected.parameters))
+
+
+def test_a_delta_of_which_the_loss_needs_a_part_is_not_written_by_graphs() -> None:
+    class Unused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.unused = nn.Linear(6, 3), nn.Linear(2, 2)
+            self.double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)  # type: ignore[no-any-return]
+
+    program = programs.program(model=Unused)
+    module = program.build()
+    layout = FlatLayout.of(module)
+    out = layout.new()
+    autograd = Autograd(program, module, layout, 0, "cpu")
+    autograd.graphs = autograd.checked(functools.partial(StepGraphs, delta=lambda: out), batch_of(4), [])
+    replica = Single(autograd)
+    replica.adopt(read(module, layout.new()))
+    replica.advance(batch_of(4), 0)
+    assert autograd.graphs.written is None
+    replica.finish(out)
+    found = dict(out.named())
+    assert not found["unused.weight"].any()
+    assert found["layer.weight"].any()
 
 
 class Layers(nn.Module):

@@ -1,9 +1,10 @@
 """A job resolved for one process: A_0, data order, Δ, each replica's share of the budget, its replicas."""
 
 import contextlib
+import functools
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -187,6 +188,7 @@ class RunContext:
         device: str | None = None,
         late: bool = False,
         graphs_after: Seconds | None = None,
+        delta: Callable[[], FlatState] | None = None,
     ) -> Replica:
         """Build the replica that computes Δs of the policy's kind.
 
@@ -199,19 +201,21 @@ class RunContext:
             late: see :attr:`reads_late`.
             graphs_after: time of short steps after which they may be graphs, as nobody looks at the module while it
                 trains; None: they are not.
+            delta: returns the buffer of the Δ under way, which is the replica's alone; None: it may be read, or sent.
         """
+        delta = delta if isinstance(self.delta, Gradient) else None  # else micro-steps are added up, or it is no sum
         autograd = Autograd(self.job.program, module, layout, replica, device or self.device(replica), recorder)
         if compile := self.job.strategy.compile:
             # In virtual time all replicas train one module.
             if self._compiled is None:
-                kind: Any = StepGraphs if compile == GRAPH else CompiledLoss
+                kind: Any = functools.partial(StepGraphs, delta=delta) if compile == GRAPH else CompiledLoss
                 self._compiled = autograd.checked(kind, first_batch(self.job), self._batch_sizes(replica))
             if isinstance(self._compiled, StepGraphs):
                 autograd.graphs = self._compiled
             else:
                 autograd.compiled = self._compiled
         elif graphs_after is not None and self.job.loop is None:
-            autograd.graphs = ShortStepGraphs.of(self.job.program, module, autograd.device, graphs_after)
+            autograd.graphs = ShortStepGraphs.of(self.job.program, module, autograd.device, graphs_after, delta)
         if isinstance(self.delta, InPlace):
             return WritesInPlace(self.job.program, autograd)
         if isinstance(self.delta, (Gradient, Accumulated)):

@@ -98,11 +98,13 @@ class Autograd:
         self.parameters = [parameters[name] for name in self.layout.parameter_names]
         self._buffers = [buffers[e.name] for b in self.layout.buffers for e in b.entries]
 
-    def checked(self, kind: type[Checked], batch: Batch, samples: Sequence[int]) -> Checked:
+    def checked(
+        self, kind: Callable[[Program, nn.Module, torch.device], Checked], batch: Batch, samples: Sequence[int]
+    ) -> Checked:
         """Return the loss compiled, or as graphs, compared with the module, for any replica that trains this module.
 
         Args:
-            kind: which of them.
+            kind: makes one of them.
             batch: the first one.
             samples: sizes of the batches that will be trained with, as far as they are known.
 
@@ -127,6 +129,8 @@ class Autograd:
 
     def bind(self, state: FlatState) -> None:
         """Let the module's parameters be ``state``'s, and its buffers copies of them."""
+        if self.graphs is not None:
+            self.graphs.written = None
         for parameter in self.parameters if self.own is None else ():
             if parameter.grad is not None:  # left by a cancelled attempt
                 parameter.grad = None
@@ -180,6 +184,8 @@ class Autograd:
 
     def take_gradients(self) -> list[Tensor]:
         """Return the gradients of all parameters, zeros where one has none; the parameters' ``grad`` is None then."""
+        if self.graphs is not None and self.graphs.written is not None:
+            return self.graphs.written.views.parameters
         gradients = [parameter.grad for parameter in self.parameters]
         if self.own is not None or any(gradient is None or gradient.is_sparse for gradient in gradients):
             return [self.take_gradient(index) for index in range(len(gradients))]
@@ -189,6 +195,8 @@ class Autograd:
 
     def take_gradient(self, index: int) -> Tensor:
         """Return the gradient of one parameter, likewise; those of an own loop stay, of other parts they are zero."""
+        if self.graphs is not None and self.graphs.written is not None:
+            return self.graphs.written.views.parameters[index]
         parameter = self.parameters[index]
         grad = parameter.grad
         if self.own is None:
@@ -201,7 +209,9 @@ class Autograd:
         return grad.to_dense() if grad.is_sparse else grad
 
     def write_gradients(self, gradients: list[Tensor], out: FlatState) -> None:
-        """Write gradients that were taken into ``out``, but those that were added up there."""
+        """Write gradients that were taken into ``out``, but those that are there."""
+        if gradients is out.views.parameters:
+            return
         if self.gradients is None:  # one fused copy
             torch._foreach_copy_(out.views.parameters, gradients)
             return

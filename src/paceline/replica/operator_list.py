@@ -16,6 +16,7 @@ from torch import Argument, Tensor
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
+from paceline.comm.shared_memory import ALIGNMENT
 from paceline.core.errors import InputError
 from paceline.core.types import Seconds
 
@@ -52,7 +53,12 @@ _MEMORY_FORMATS: Mapping[object, int] = {
     torch.channels_last_3d: 3,
 }
 
-_DETACH, _T = torch.ops.aten.detach.default, torch.ops.aten.t.default
+_ATEN = torch.ops.aten
+_DETACH, _T = _ATEN.detach.default, _ATEN.t.default
+_VIEWS = {_ATEN.view.default, _ATEN._unsafe_view.default}
+
+# Operators that can write their result into memory that they are given, as they write it into their own.
+_WRITING = {_ATEN.mm.default: _ATEN.mm.out, _ATEN.sum.dim_IntList: _ATEN.sum.IntList_out}
 
 
 def operators_of(module: GraphModule) -> tuple[Operators, list[Tensor]]:
@@ -170,3 +176,34 @@ def simplify(module: GraphModule) -> None:
         if isinstance(source, Node) and source.target is _T:
             node.replace_all_uses_with(source.args[0])
     graph.eliminate_dead_code()
+
+
+def write_outputs(module: GraphModule, places: Sequence[Tensor]) -> None:
+    """Have a graph write its last outputs into tensors that become its last inputs, instead of returning them.
+
+    Products and sums are computed where they belong, the others copied; also those that would not begin at a cache
+    line, as memory of their own does, for kernels round by alignment.
+
+    Args:
+        module: of a trace.
+        places: tensors of the outputs' shapes and types, at addresses like those that it will be given.
+    """
+    graph = module.graph
+    (output,), last = graph.find_nodes(op="output"), graph.find_nodes(op="placeholder")[-1]
+    first = len(output.args[0]) - len(places)
+    for number, place in enumerate(places, first):
+        with graph.inserting_after(last):
+            last = given = graph.placeholder(f"output_{number}")
+        made = result = output.args[0][number]
+        while made.target in _VIEWS:
+            made = made.args[0]
+        if made.target in _WRITING and place.data_ptr() % ALIGNMENT == 0:
+            with graph.inserting_before(made):
+                if made is not result:
+                    given = graph.call_function(_ATEN.view.default, (given, list(made.meta["shape"])))
+                written = graph.call_function(_WRITING[made.target], made.args, {**made.kwargs, "out": given})
+            made.replace_all_uses_with(written)
+        else:
+            with graph.inserting_before(output):
+                graph.call_function(_ATEN.copy_.default, (given, result))
+    output.args = (output.args[0][:first],)

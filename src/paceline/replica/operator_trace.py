@@ -125,7 +125,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._note(tensor, node)
 
     def _note(self, tensor: Tensor, node: Node) -> None:
-        node.meta["val"] = _TENSOR
+        node.meta["val"], node.meta["shape"] = _TENSOR, tensor.shape
         self._nodes[tensor] = node
 
     def _keep_written(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ its Python decides.
 
 import time
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Final
 
 import torch
@@ -25,6 +25,7 @@ from paceline.core.types import Nanoseconds, Seconds
 from paceline.device import CPU
 from paceline.program import Program, Tree, call
 from paceline.replica.base import Batch
+from paceline.replica.flat_state import FlatState
 from paceline.replica.module_utils import preserve_state
 from paceline.replica.operator_list import PlainSteps
 from paceline.replica.pure_forward import GlobalName, pure
@@ -43,6 +44,7 @@ class ShortStepGraphs(StepGraphs):
         device: of the model.
         after_s: time of steps of one form before it is traced.
         reads: global names that forward and loss read; while one has another value, all steps are as they are.
+        delta: as :class:`StepGraphs`.
     """
 
     def __init__(
@@ -52,8 +54,9 @@ class ShortStepGraphs(StepGraphs):
         device: torch.device,
         after_s: Seconds,
         reads: Sequence[GlobalName] = (),
+        delta: Callable[[], FlatState] | None = None,
     ) -> None:
-        super().__init__(program, module, device)
+        super().__init__(program, module, device, delta)
         self._after_s, self._reads = after_s, reads
         self._made: dict[Hashable, PlainSteps] = defaultdict(PlainSteps)
         self._as_they_are: set[Hashable] = {None}
@@ -63,11 +66,16 @@ class ShortStepGraphs(StepGraphs):
 
     @classmethod
     def of(
-        cls, program: Program, module: nn.Module, device: torch.device, after_s: Seconds
+        cls,
+        program: Program,
+        module: nn.Module,
+        device: torch.device,
+        after_s: Seconds,
+        delta: Callable[[], FlatState] | None = None,
     ) -> "ShortStepGraphs | None":
         """Return them for a model; None: it is not pure, or not on the CPU."""
         reads = pure(module, program.loss) if device == CPU else None
-        return None if reads is None else cls(program, module, device, after_s, reads)
+        return None if reads is None else cls(program, module, device, after_s, reads, delta)
 
     def undecided(self, batch: Batch) -> bool:
         """Return whether a step on such a batch may yet become a graph, or is to be compared."""

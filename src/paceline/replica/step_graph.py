@@ -31,8 +31,9 @@ from paceline.replica.capture.difference import reordered_ulps
 from paceline.replica.capture.export import failing_line
 from paceline.replica.capture.input_spec import resized
 from paceline.replica.capture.verify import ModelError, Reasons, check, model_runs
+from paceline.replica.flat_state import FlatState
 from paceline.replica.module_utils import WithLoss, add_gradients, hooks_of, preserve_state, tensors_of
-from paceline.replica.operator_list import Operators, as_it_is, operators_of
+from paceline.replica.operator_list import Operators, as_it_is, operators_of, write_outputs
 from paceline.replica.operator_trace import trace
 
 WAY_OUT = "write compile=false"
@@ -56,12 +57,20 @@ class StepGraph:
         constants: tensors that forward has made from numbers.
         parameters: those that the loss depends on.
         weight: scalar that the gradient of the loss is written to, 1 at first.
+        writes: whether the operators write the gradients into tensors that they are given before the constants;
+            else they return them.
     """
 
     def __init__(
-        self, operators: Operators, constants: Sequence[Tensor], parameters: Sequence[Tensor], weight: Tensor
+        self,
+        operators: Operators,
+        constants: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+        weight: Tensor,
+        *,
+        writes: bool = False,
     ) -> None:
-        self._operators, self._constants, self.parameters = operators, constants, parameters
+        self._operators, self._constants, self.parameters, self.writes = operators, constants, parameters, writes
         self._weight, self._weight_tensor = 1.0, weight
         self.steps = self.compared = 0
         """How many steps it has made, and on how many batches it was compared with the model."""
@@ -71,14 +80,16 @@ class StepGraph:
         """Whether it is to be compared: it has made one step, and may have taken values of that batch for constants."""
         return self.steps == self.compared == 1
 
-    def run(self, tensors: Sequence[Tensor], batch: Sequence[Tensor], weight: float = 1.0) -> Sequence[Tensor]:
-        """Return the loss, and the gradients of ``weight`` · loss."""
+    def run(
+        self, tensors: Sequence[Tensor], batch: Sequence[Tensor], weight: float = 1.0, places: Sequence[Tensor] = ()
+    ) -> Sequence[Tensor]:
+        """Return the loss, and the gradients of ``weight`` · loss unless they are written to ``places``."""
         if weight != self._weight:
             self._weight = weight
             self._weight_tensor.fill_(weight)
         # Not under no_grad, where some operators keep nothing for the backward that is called after them.
         with torch._C._AutoDispatchBelowAutograd():
-            return self._operators(*tensors, *batch, self._weight_tensor, *self._constants)
+            return self._operators(*tensors, *batch, self._weight_tensor, *places, *self._constants)
 
 
 class StepGraphs:
@@ -88,13 +99,22 @@ class StepGraphs:
         program: gives the loss, and the precision.
         module: the model, in training mode.
         device: of the model.
+        delta: returns the buffer of the Δ under way, for graphs to write gradients into; None: they do not.
 
     Raises:
         InputError: the model has hooks, which a graph does not call.
     """
 
-    def __init__(self, program: Program, module: nn.Module, device: torch.device) -> None:
-        self._program, self._module, self._device = program, module, device
+    def __init__(
+        self,
+        program: Program,
+        module: nn.Module,
+        device: torch.device,
+        delta: Callable[[], FlatState] | None = None,
+    ) -> None:
+        self._program, self._module, self._device, self._delta = program, module, device, delta
+        self.written: FlatState | None = None
+        """Δ, if the newest step has written it; None: its gradients are the parameters' ``grad``."""
         self._whole = WithLoss(program, module)
         self._named = tensors_of(module)
         self._tensors = list(self._named.values())
@@ -148,17 +168,24 @@ class StepGraphs:
             graph = self._graphs.get(form)
         if graph is None:
             return None
-        loss, *gradients = self._run(graph, leaves((inputs, target)), weight)
+        batch = leaves((inputs, target))
+        if graph.writes and self._delta is not None:
+            self.written = self._delta()
+            (loss,) = self._run(graph, batch, weight, self.written.views.parameters)
+        else:
+            loss, *gradients = self._run(graph, batch, weight)
+            add_gradients(graph.parameters, gradients)
         graph.steps += 1
-        add_gradients(graph.parameters, gradients)
         return loss
 
     def made(self, now: Nanoseconds) -> None:
         """Note that the step of which there was no graph is over."""
 
-    def _run(self, graph: StepGraph, batch: Sequence[Tensor], weight: float = 1.0) -> Sequence[Tensor]:
+    def _run(
+        self, graph: StepGraph, batch: Sequence[Tensor], weight: float = 1.0, places: Sequence[Tensor] = ()
+    ) -> Sequence[Tensor]:
         try:
-            return graph.run(self._tensors, batch, weight)
+            return graph.run(self._tensors, batch, weight, places)
         except RuntimeError as error:  # the operator's own words come last
             said = str(error).strip().rpartition("Error: ")[2]
             raise RuntimeError(f"{said} (compile=false says in which line of the model)") from error
@@ -167,8 +194,14 @@ class StepGraphs:
         """Return the graph for a batch (None: it is to be made), compared with the model, which is left as it is."""
         whole = self._whole
 
+        def differentiated(batch: Sequence[Tensor]) -> Sequence[Tensor]:
+            if not (graph.writes and self._delta is not None):
+                return self._run(graph, batch)
+            places = self._delta().views.parameters
+            return *self._run(graph, batch, 1.0, places), *places
+
         def run(inputs: Tree) -> Tensor:
-            loss: Tensor = Differentiated.apply(partial(self._run, graph), leaves(inputs), *graph.parameters)  # type: ignore[no-untyped-call]
+            loss: Tensor = Differentiated.apply(differentiated, leaves(inputs), *graph.parameters)  # type: ignore[no-untyped-call]
             return loss
 
         # The same operators in the same order, but a device may choose its kernels by what else it is doing.
@@ -197,7 +230,7 @@ class StepGraphs:
 
         try:
             with preserve_state(self._module), _refusing_effects(self._module):
-                return traced_step(loss_of, self._named, leaves(inputs), self._device)
+                return traced_step(loss_of, self._named, leaves(inputs), self._device, self._delta)
         except Exception as error:
             name = type(whole).__name__
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -213,6 +246,7 @@ def traced_step(
     named: Mapping[str, Tensor],
     batch: Sequence[Tensor],
     device: torch.device = CPU,
+    delta: Callable[[], FlatState] | None = None,
 ) -> StepGraph:
     """Trace forward, loss and backward, which are run; afterwards the tensors are as they were.
 
@@ -221,6 +255,7 @@ def traced_step(
         named: those tensors.
         batch: leaves of a batch like those that the graph will be given.
         device: of the loss.
+        delta: returns what gradients are to be written into, if the loss depends on all that it has.
 
     Raises:
         InputError: TorchScript has no operator for something.
@@ -241,8 +276,12 @@ def traced_step(
     weight = torch.ones((), device=device)
     with warnings.catch_warnings(action="ignore"):
         torch.clear_autocast_cache()  # of weights that the model itself has cast
-        operators, constants = operators_of(trace(step, list(named.values()), batch, [weight]))
-    return StepGraph(operators, constants, [named[name] for name in used], weight)
+        traced = trace(step, list(named.values()), batch, [weight])
+        writes = delta is not None and used == (state := delta()).layout.parameter_names
+        if writes:
+            write_outputs(traced, state.views.parameters)
+        operators, constants = operators_of(traced)
+    return StepGraph(operators, constants, [named[name] for name in used], weight, writes=writes)
 
 
 def form_of(tree: Tree) -> Hashable:

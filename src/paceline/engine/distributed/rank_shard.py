@@ -242,7 +242,11 @@ class WholeModelShard(RankShard):
         if self.fsdp is None:
             # Callbacks of this process may have the module, where model() returns one that they know.
             after = WARM_S if not context.job.callbacks and self.batchnorm_group is None else None
-            replica = context.replica(rank, module, self._setup.layout, recorder, late=self.late, graphs_after=after)
+            own = (self.contribution or self.reduce_buffer).state
+            delta = (lambda: own) if own.device == CPU and self.overlap is None else None
+            replica = context.replica(
+                rank, module, self._setup.layout, recorder, late=self.late, graphs_after=after, delta=delta
+            )
             self.autograd = autograd_of(replica)
             if isinstance(replica, LocalSGD):
                 self.own, self.takes_over = replica, replica.exchange

@@ -66,7 +66,8 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
         liveness.last_acts.append(functools.partial(_say_orphaned, client, replica))
         step_bytes = 2 * layout.parameter_bytes if context.delta_slots else 0
         metrics = WorkerMetrics(arena.control.metrics, replica, recorder, step_bytes, context.per_step)
-        inner = context.replica(replica, module, layout, recorder, graphs_after=WARM_S)
+        delta = client.delta_buffer if device == arena.layout.device == CPU else None
+        inner = context.replica(replica, module, layout, recorder, graphs_after=WARM_S, delta=delta)
         checks = None if job.strategy.compile else ForwardChecks(module, client)
         measured = InstrumentedReplica(inner, metrics, client, layout.parameter_bytes, checks)
         own, report = autograd_of(inner), functools.partial(report_to_main, link)
