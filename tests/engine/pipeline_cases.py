@@ -49,6 +49,27 @@ class Case:
         return train(self.program, strategy, engine=engine, steps=STEPS, progress=False, **settings)
 
 
+class Large(nn.Module):
+    """Tensors of more than 4,096 elements, whose gradients stay where autograd writes them; the ends share one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(80, 160)
+        self.layers = nn.ModuleList([nn.Linear(160, 160) for _ in range(4)])
+        self.head = nn.Linear(160, 80, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        value = self.embedding(tokens)
+        for layer in self.layers:
+            value = value + layer(value).tanh()
+        return self.head(value)  # type: ignore[no-any-return]
+
+
+def large() -> zoo.Job:
+    return zoo.tied()._replace(model=lambda: Large().double())
+
+
 CASES: dict[str, Case] = {
     "mlp": Case(zoo.mlp, "schedule=gpipe"),
     "one at a time": Case(zoo.mlp, "schedule=sequential", {"batch_size": 5}),
@@ -63,6 +84,8 @@ CASES: dict[str, Case] = {
     "vit": Case(zoo.vit, "schedule=zero-bubble", {"optimizer": ADAM}),
     "resnet": Case(zoo.resnet, "schedule=1f1b recompute=boundaries"),
     "groups": Case(zoo.mlp, "schedule=1f1b", {"optimizer": by_place}),
+    "large": Case(large, "schedule=1f1b"),
+    "large halves": Case(large, "schedule=zero-bubble", {"optimizer": ADAM}),
 }
 
 

@@ -57,6 +57,8 @@ _ATEN = torch.ops.aten
 _DETACH, _T = _ATEN.detach.default, _ATEN.t.default
 _VIEWS = {_ATEN.view.default, _ATEN._unsafe_view.default}
 
+_CLONE, _COPY = _ATEN.clone.default, _ATEN.copy_.default
+
 # Operators that can write their result into memory that they are given, as they write it into their own.
 _WRITING = {_ATEN.mm.default: _ATEN.mm.out, _ATEN.sum.dim_IntList: _ATEN.sum.IntList_out}
 
@@ -181,8 +183,8 @@ def simplify(module: GraphModule) -> None:
 def write_outputs(module: GraphModule, places: Sequence[Tensor]) -> None:
     """Have a graph write its last outputs into tensors that become its last inputs, instead of returning them.
 
-    Products and sums are computed where they belong, the others copied; also those that would not begin at a cache
-    line, as memory of their own does, for kernels round by alignment.
+    Products and sums are computed where they belong, the others copied once; also those that would not begin at a
+    cache line, as memory of their own does, for kernels round by alignment.
 
     Args:
         module: of a trace.
@@ -197,13 +199,17 @@ def write_outputs(module: GraphModule, places: Sequence[Tensor]) -> None:
         made = result = output.args[0][number]
         while made.target in _VIEWS:
             made = made.args[0]
-        if made.target in _WRITING and place.data_ptr() % ALIGNMENT == 0:
-            with graph.inserting_before(made):
-                if made is not result:
-                    given = graph.call_function(_ATEN.view.default, (given, list(made.meta["shape"])))
-                written = graph.call_function(_WRITING[made.target], made.args, {**made.kwargs, "out": given})
-            made.replace_all_uses_with(written)
-        else:
+        aligned = place.data_ptr() % ALIGNMENT == 0
+        if made.target is not _CLONE and not (aligned and made.target in _WRITING):
             with graph.inserting_before(output):
-                graph.call_function(_ATEN.copy_.default, (given, result))
+                graph.call_function(_COPY, (given, result))
+            continue
+        with graph.inserting_before(made):
+            if made is not result:
+                given = graph.call_function(_ATEN.view.default, (given, list(made.meta["shape"])))
+            if made.target is _CLONE:
+                written = graph.call_function(_COPY, (given, made.args[0]))
+            else:
+                written = graph.call_function(_WRITING[made.target], made.args, {**made.kwargs, "out": given})
+        made.replace_all_uses_with(written)
     output.args = (output.args[0][:first],)

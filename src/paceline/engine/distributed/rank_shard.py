@@ -333,8 +333,8 @@ class ModelParallelShard(RankShard):
             combined=combined,
             turns=Turns.of(policy.delta, ranks.whole, ranks.layout),
         )
-        # Without a sum over replicas, gradients of a tensor-parallel rank may stay where autograd wrote them.
-        by_tensor = isinstance(ranks, TensorParallelRank) and ranks.mesh.replicas == 1 and norms is None
+        # Without a sum over replicas gradients may stay where autograd wrote them.
+        by_tensor = ranks.mesh.replicas == 1 and norms is None
         by_tensor &= setup.run_context.device(ranks.rank) == "cpu" and handoff_pays(ranks.state.layout)
         by_tensor &= not local_sgd
         self.update = update = ModelParallelUpdate(job.program, policy, buffer, shard, sync, by_tensor=by_tensor)

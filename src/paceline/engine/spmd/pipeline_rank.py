@@ -118,7 +118,6 @@ class PipelineRank(ModelParallelRank):
             self.context.communicator.traffic.sent_bytes = 0  # those of preparation do not count as training's
 
     def worker(self, micro_steps: int, recorder: AnyRecorder, handoff: GradientHandoff | None = None) -> Pipelined:
-        assert handoff is None, "a pipeline writes its gradients into the buffer of Δ"
         partial_grads = None
         if self.shards is not None:
             self.shards.record_by(recorder)
@@ -126,7 +125,8 @@ class PipelineRank(ModelParallelRank):
             # Each shard of this stage computes a term of the gradient of these.
             partial = [name for name, placement in placements.items() if placement == PARTIAL_GRAD]
             partial_grads = PartialGrads(self.shards, self.layout, partial)
-        return Pipelined(self.pipeline_context(recorder), micro_steps=micro_steps, partial_grads=partial_grads)
+        context = self.pipeline_context(recorder)
+        return Pipelined(context, micro_steps=micro_steps, partial_grads=partial_grads, handoff=handoff)
 
     def pipeline_context(self, recorder: AnyRecorder) -> PipelineContext:
         """Return the components of this rank's part of a replica; ``recorder`` records its spans."""

@@ -165,7 +165,7 @@ class ModelParallelRank(ABC):
         Args:
             micro_steps: batches in one Δ.
             recorder: of this rank's spans.
-            handoff: receives the gradients of a tensor-parallel rank; None: they are written to the Δ buffer.
+            handoff: receives the gradients, on the CPU; None: they are copied into the buffer of Δ.
         """
 
     def stepping(self, inner: Replica, summed: Callable[[float], float]) -> ShardedLocalSGD:
@@ -288,7 +288,7 @@ class TensorParallelRank(ModelParallelRank):
             device,
             recorder=recorder,
             micro_steps=micro_steps,
-            loose=handoff,
+            handoff=handoff,
             compiled=self._compiled,
             short=short,
         )

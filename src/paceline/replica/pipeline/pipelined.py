@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.types import Clock
-from paceline.replica.autograd import Autograd
+from paceline.replica.autograd import Autograd, GradientHandoff
 from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.flat_state import FlatState, finite
 from paceline.replica.pipeline.comm_plan import PipelineContext
@@ -95,12 +95,19 @@ class Pipelined(Replica):
         context: of this worker.
         micro_steps: calls of :meth:`advance` for one Δ.
         partial_grads: where operators are sharded: sums the gradients of which each shard has a term.
+        handoff: receives the gradients, on the CPU; None: they are copied into the buffer of Δ.
     """
 
     def __init__(
-        self, context: PipelineContext, *, micro_steps: int = 1, partial_grads: PartialGrads | None = None
+        self,
+        context: PipelineContext,
+        *,
+        micro_steps: int = 1,
+        partial_grads: PartialGrads | None = None,
+        handoff: GradientHandoff | None = None,
     ) -> None:
         self._context, self._micro_steps, self._partial_grads = context, micro_steps, partial_grads
+        self._handoff = handoff
         self._runtime, self._tied = StageRuntime(context), TiedGradients(context)
         self._tensors, self.memory = self._runtime.tensors, self._runtime.memory
         self._losses, self._samples = 0.0, 0
@@ -157,7 +164,9 @@ class Pipelined(Replica):
                 self._all_reduce(gradients)
                 if self._micro_steps > 1:
                     torch._foreach_div_(gradients, float(self._samples))
-            if gradients:  # a stage may have nothing to train
+            if self._handoff is not None:
+                self._handoff.gradients = gradients
+            elif gradients:  # a stage may have nothing to train
                 self._tensors.write_gradients(gradients, out)
             self._tensors.write_buffers(out)
             replicas = self._context.stage_replicas
@@ -168,7 +177,8 @@ class Pipelined(Replica):
         if not self._samples:
             return Measured(math.nan, 0, True)
         loss = self._losses / self._samples
-        return Measured(loss, self._samples, finite(out.parameters, loss if self._runtime.takes_target else 0.0))
+        vectors = out.parameters if self._handoff is None else gradients
+        return Measured(loss, self._samples, finite(vectors, loss if self._runtime.takes_target else 0.0))
 
     def _all_reduce(self, gradients: list[Tensor]) -> None:
         """Sum this worker's gradients over replicas of the stage, shards and tied stages, each of which has a term."""

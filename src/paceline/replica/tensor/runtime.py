@@ -35,7 +35,7 @@ class TensorParallel(Replica):
         device: device, as torch writes it.
         recorder: records this shard's spans.
         micro_steps: calls of :meth:`advance` for one Δ.
-        loose: receives the gradients, on the CPU; None: they are copied into the buffer of Δ.
+        handoff: receives the gradients, on the CPU; None: they are copied into the buffer of Δ.
         compiled: the shard's compiled forward; None: its graph runs as it is.
         short: runs short steps as lists of operators; None: they are made as long ones are.
     """
@@ -49,7 +49,7 @@ class TensorParallel(Replica):
         *,
         recorder: AnyRecorder = NO_RECORDER,
         micro_steps: int = 1,
-        loose: GradientHandoff | None = None,
+        handoff: GradientHandoff | None = None,
         compiled: CompiledPart | None = None,
         short: ShortSteps | None = None,
     ) -> None:
@@ -58,7 +58,7 @@ class TensorParallel(Replica):
         self._autocast = program.autocast(device)
         self._replica, self._device, self._micro_steps = replica, device, micro_steps
         self._recorder = None if isinstance(recorder, NullRecorder) else recorder
-        self._handoff, self._total_loss = loose, prepared.loss
+        self._handoff, self._total_loss = handoff, prepared.loss
         self._module = prepared.shard.module
         self._compiled, self._run = compiled, self._module if compiled is None else compiled.function
         self._short = short
