@@ -1,6 +1,7 @@
 """Runs whose losses are read when the next Δ is complete, as nobody asks before: beside the same runs on the CPU."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline import NonFiniteError, Program, train
+from paceline import NonFiniteError, Program, Strategy, train
 from paceline.engine.checkpointing import Checkpointer
-from tests.accelerator.engine_cases import ALONE, DRAWING, ON_CPU, POLICIES, PROGRAMS
+from paceline.engine.distributed.client import AllReduceClient
+from paceline.replica.base import Measured
+from tests.accelerator.engine_cases import ALONE, DRAWING, ON_CPU, POLICIES, PROGRAMS, single
 from tests.accelerator.target import SIMULATED
 from tests.engine import programs as small
 
@@ -28,26 +31,55 @@ BROKEN = (3, 36)
 """Samples that are not numbers, in one run or another: the second one comes to one or two replicas as A is saved."""
 
 noted: list[int] = []
-"""How often the host had waited for the device, at each forward pass in training."""
+"""How often the host had waited for the device, at each forward pass in training, or before each exchange."""
 
 
 strict: set[int] = set()
-"""Numbers of those passes from which on to the next one torch raises an error where the host waits for CUDA."""
+"""Numbers of those from which on to the next one torch raises an error where the host waits for CUDA."""
+
+
+def note(kind: str) -> None:
+    """Note how often the host has waited for a device of this type."""
+    noted.append(torch.sim.copies.waits if kind == SIMULATED else 0)
+    if kind == "cuda":
+        torch.cuda.set_sync_debug_mode("error" if len(noted) in strict else "default")
 
 
 class Watched(nn.Module):
-    """Notes how often the host has waited."""
+    """Notes it at each forward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and x.device.type != "cpu":
-            noted.append(torch.sim.copies.waits if x.device.type == SIMULATED else 0)
-            if x.device.type == "cuda":
-                torch.cuda.set_sync_debug_mode("error" if len(noted) in strict else "default")
+            note(x.device.type)
         return x
 
 
+@contextmanager
+def of_exchanges(kind: str) -> Iterator[None]:
+    """Context manager: it is noted before each exchange instead, for a captured model's parts are called as they like.
+
+    Args:
+        kind: of the device.
+    """
+    push = AllReduceClient.push
+
+    def noting(client: AllReduceClient, measured: Measured) -> None:
+        if client.attempt == 1:
+            noted.clear()
+        note(kind)
+        push(client, measured)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(AllReduceClient, "push", noting)
+        patches.setattr(Watched, "forward", lambda _, x: x)
+        yield
+
+
 class Looked(nn.Module):
-    """A model that computes on no A that is not finite; a real device is not asked, since that waits for it."""
+    """A model that computes on no A that is not finite; a real device is not asked, since that waits for it.
+
+    No graph can be captured of it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,11 +126,15 @@ def noise_difference(strategy: str, engine: str, kind: str) -> float:
 def waits(program: str, strategy: str, engine: str, kind: str, **settings: Any) -> list[int]:
     """Return how often the host waited for all that the device had been given, in each step but the first ones.
 
-    A step goes from one forward pass to the next. For a loss it may wait, if the device has been given another Δ since.
+    A step goes from one forward pass to the next, or from one exchange to the next where replicas have several ranks.
+    For a loss it may wait, if the device has been given another Δ since; and a stage for the shape of a first message,
+    so there all batches have one.
     """
-    steps = STEPS_OF.get(program, STEPS)
+    steps, spread = STEPS_OF.get(program, STEPS), Strategy.parse(strategy).spread
     strict.update(range(SETTLED + 1, steps))
-    run(PROGRAMS[program], strategy, engine, kind, evaluate_every=100, steps=steps, **settings)
+    trained = replace(PROGRAMS[program], drop_last=spread)
+    with of_exchanges(kind) if spread else nullcontext():
+        run(trained, strategy, engine, kind, evaluate_every=100, steps=steps, **settings)
     strict.clear()
     assert len(noted) >= steps
     torch.accelerator.synchronize()
@@ -121,7 +157,7 @@ def broken(sample: int, strategy: str, engine: str, kind: str, folder: Path) -> 
         patches.setattr(Checkpointer, "save", save)
         with pytest.raises(NonFiniteError) as raised:
             run(
-                small.program(model=Looked, train=(inputs, targets)),
+                small.program(model=Looked if "shards" not in strategy else single, train=(inputs, targets)),
                 *(strategy, engine, kind),
                 checkpoint=folder / f"{kind} {sample} {strategy}",
                 checkpoint_every="2 steps",

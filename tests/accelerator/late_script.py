@@ -17,4 +17,8 @@ overlap.BUCKET_BYTES, overlap.FIRST_BUCKET_BYTES = 64, 16  # a bucket for nearly
 assert run(PROGRAMS["momentum"], *replicas, kind).summary["notes"]["buckets"] > 1
 bucketed = outcomes([replicas[0]], replicas[1], kind, folder / "buckets", ("momentum", "clipped"))
 found |= {f"{name}, in buckets": far for name, far in bucketed.items()}
+for number, form in enumerate(("stages=2 micro_batches=2", "stages=2 schedule=zero-bubble accumulate=2", "shards=2")):
+    programs = ("momentum", "clipped", "batchnorm")[: 3 - number]
+    apart = outcomes([form], replicas[1], kind, folder / f"apart {number}", programs)
+    found |= apart
 keep(folder, "late", found)

@@ -30,6 +30,9 @@ STRATEGIES = (
 IN_PLACE = "replicas=1 aggregation=hogwild"
 """Of more replicas the bits depend on which writes first."""
 
+NOISY = ("replicas=2", "replicas=1")
+"""Whose noise is measured: by all Δs of an update, and by pairs of updates."""
+
 COUNTED_STRATEGIES = (
     *("replicas=2", "replicas=2 aggregation=asynchronous", "replicas=2 aggregation=smooth-switch:every=3"),
     *(
@@ -46,19 +49,30 @@ def possible(strategies: Sequence[str], kind: str) -> list[str]:
 
 
 def differences(on: Mapping[str, str]) -> dict[str, float]:
-    """Return how far the parameters are from the CPU's, by strategy."""
+    """Return how far the parameters are from the CPU's, by strategy; and the noise scale, relative to that."""
     target = Target(**on)
 
-    def trained(strategy: str, kind: str, engine: Engine) -> Run:
+    def trained(strategy: str, kind: str, engine: Engine, data: Any = None, **options: Any) -> Run:
         model = programs.mlp if kind == "cpu" else target.model(programs.mlp)
-        program = programs.program(model=model, optimizer=functools.partial(SGD, lr=0.1, momentum=0.9))
-        return train(program, f"{strategy} device={kind}", engine=engine, steps=6, progress=False)
+        optimizer = functools.partial(SGD, lr=0.1, momentum=0.9)
+        program = programs.program(model=model, optimizer=optimizer, train=data or programs.data())
+        options = {"steps": 6, "progress": False} | options
+        return train(program, f"{strategy} device={kind}", engine=engine, **options)
 
     found = dict[str, float]()
     with LocalEngine() as engine:
         for strategy in possible([*STRATEGIES, IN_PLACE], target.kind):
             one, other = (trained(strategy, kind, engine) for kind in ("cpu", target.kind))
             found[strategy] = difference(one, other)
+        inputs, targets = programs.data()
+        signal = inputs, torch.zeros_like(targets)  # one class
+        for strategy in NOISY:
+            one, other = (
+                trained(strategy, kind, engine, signal, steps=15, noise_scale=True) for kind in ("cpu", target.kind)
+            )
+            scales = [run.summary["noise_scale_mean"] for run in (one, other)]
+            assert scales[0], "it was not measured"
+            found[f"{strategy}, noise"] = abs(scales[1] / scales[0] - 1.0)
     return found
 
 

@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from paceline import train
 from paceline.engine.local.engine import LocalEngine
+from tests.engine import programs
 from tests.engine.distributed_cases import kept
 from tests.engine.pipeline_cases import ADAM, CASES, one_process
 from tests.ranks import Play, cases_of
@@ -55,3 +58,19 @@ def test_the_local_engine_starts_the_stages_itself(engine: LocalEngine, stages: 
     run = case.run(stages, engine, more=f"micro_batches={2 * stages}")
     compare(run.model.state_dict(), one_process(case.program, micro_batches=2 * stages), NORMALISED)
     assert len(run.summary["utilisation"]) == stages
+
+
+def test_a_stage_may_have_nothing_to_train(engine: LocalEngine) -> None:
+    """Also of several batches, whose gradients are divided."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Tanh(), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+    program, strategy = programs.program(model=model), "micro_batches=2 accumulate=2"
+    one, two = (
+        train(program, f"stages={stages} {cut} {strategy}", engine=engine, steps=3, progress=False)
+        for stages, cut in ((1, ""), (2, "cuts=1"))
+    )
+    assert two.summary["parameter_bytes"][0] == 0
+    compare(two.state, one.state, ROUNDING)

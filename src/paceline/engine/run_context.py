@@ -175,7 +175,7 @@ class RunContext:
         """
         job, asked = self.job, bool(self.needs - {"server"})
         asked |= job.loop is not None or job.trace or job.on_nonfinite == "skip"
-        plain = isinstance(self.delta, (Gradient, Accumulated)) and not job.strategy.spread
+        plain = isinstance(self.delta, (Gradient, Accumulated))
         return plain and not asked and not job.survives_deaths and job.strategy.device != CPU.type
 
     def replica(

@@ -23,23 +23,25 @@ class LateFigures:
     """Mean loss of a Δ, and whether it and all elements of Δ are finite.
 
     Args:
-        losses: mean loss of each micro-step, on the device, and its samples, above 0.
-        delta: vectors or tensors of Δ, on the same device.
+        losses: mean loss of each micro-step, or of each micro-batch, on the device, and its samples, above 0; none
+            where another worker of the replica has them.
+        delta: vectors or tensors of Δ, on the same device; none where a worker has nothing to train.
     """
 
     def __init__(self, losses: Sequence[tuple[Tensor, int]], delta: Sequence[Tensor]) -> None:
         self._samples = [samples for _, samples in losses]
-        self.reading = Reading([*(loss.to(delta[0].device) for loss, _ in losses), largest(delta)])
-        """For who waits in another way than :meth:`read`, before that is called."""
+        numbers = [loss for loss, _ in losses] + ([largest(delta)] if delta else [])
+        self.reading = Reading([number.to(numbers[-1].device) for number in numbers]) if numbers else None
+        """For who waits in another way than :meth:`read`, before that is called; None: there is nothing to read."""
 
     def read(self) -> tuple[float, bool]:
-        """Return both as they would have been read at once; waits for them."""
-        *losses, largest = self.reading.numbers()
-        total = 0.0
-        for loss, samples in zip(losses, self._samples, strict=True):
+        """Return both as they would have been read at once; waits for them. Without losses their mean is 0."""
+        numbers = self.reading.numbers() if self.reading is not None else []
+        count, total = len(self._samples), 0.0
+        for loss, samples in zip(numbers[:count], self._samples, strict=True):
             total += loss * samples
-        mean = total / sum(self._samples)
-        return mean, math.isfinite(mean) and math.isfinite(largest)
+        mean = total / sum(self._samples) if count else 0.0
+        return mean, all(map(math.isfinite, (mean, *numbers[count:])))
 
 
 def zero_nonfinite(vectors: Iterable[Tensor]) -> None:

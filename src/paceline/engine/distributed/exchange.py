@@ -17,8 +17,8 @@ from paceline.engine.distributed.reduce_buffer import ReduceBuffer
 from paceline.engine.spmd.communicator import Communicator, ring_bytes
 from paceline.engine.spmd.rank_context import RankSetup
 from paceline.replica.flat_state import FlatLayout
-from paceline.replica.gradient_clipping import square_norm
-from paceline.replica.noise_estimator import Number
+from paceline.replica.gradient_clipping import square_norm, square_norm_on_device
+from paceline.replica.noise_estimator import LateNumbers, Number
 from paceline.replica.own_parameters import fragments_of
 
 
@@ -108,6 +108,13 @@ class GradientSync:
     contribution: ReduceBuffer | None = None
     turns: Turns | None = None
     on_device: bool = False
+    combined: LateNumbers | None = None
+    """See :class:`ModelParallelSync`; here the norm of the sum is measured where it is applied."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return what numbers of a status are rounded to."""
+        return self.buffer.table.dtype
 
     def exchange(self, status: RankStatus, step: Clock, version: Version = 0) -> list[RankStatus]:
         """Return one status of each replica; contributions are then summed where they have to be, or being summed."""
@@ -160,7 +167,12 @@ class ModelParallelSync:
         contributes: whether this rank adds its Δ; of several ranks of a replica with the same Δ one does.
         combined: measures the squared norm of the sum of all Δs on this rank's elements; None: norms are not measured.
         turns: sums Δ; None: all of ``vectors`` is summed at once.
+        on_device: the device that alone waits for the sums on it, of Δ and of squared norms; None: the host waits.
+        clips: whether the norm of the whole Δ is needed.
     """
+
+    dtype = torch.float64
+    """What numbers of a status are rounded to."""
 
     def __init__(
         self,
@@ -173,18 +185,27 @@ class ModelParallelSync:
         contributes: bool = True,
         combined: Callable[[], Number] | None = None,
         turns: Turns | None = None,
+        on_device: torch.device | None = None,
+        clips: bool = False,
     ) -> None:
         self._mesh, self._rank, self._communicator = setup.mesh, setup.context.world.rank, setup.context.communicator
         self._buffer, self._vectors, self._peers = buffer, vectors, peers
-        self._contributes, self._combined, self.turns = contributes, combined, turns
+        self._contributes, self._measured, self.turns = contributes, combined, turns
+        self.combined: LateNumbers | None = None
+        """Squared norm of the newest sum on this rank's elements, if the host does not wait for it."""
         self._replica = self._mesh.coordinate(self._rank).replica
         self._replica_ranks = self._mesh.replica_ranks(self._replica)
         parameters = dict(zip(buffer.state.layout.parameter_names, buffer.state.views.parameters, strict=True))
         every = len(parameters) == len(counted)
         self._counted = buffer.state.parameters if every else [parameters[name] for name in counted]
-        self._table = torch.zeros(self._mesh.workers, FIELDS + NORMS * (combined is not None) + 1, dtype=torch.float64)
-        self.square = 0.0
-        """|Σ Δ|² over all ranks of a replica, as contributed."""
+        self._table = torch.zeros(self._mesh.workers, FIELDS + NORMS * (combined is not None) + 1, dtype=self.dtype)
+        self._on_device = on_device is not None
+        self._squares: Tensor | None = None
+        """|Σ Δ|² of the elements that count on each rank; None: they are in the table."""
+        if clips and on_device is not None:
+            self._squares = torch.zeros(self._mesh.workers, dtype=self.dtype, device=on_device)
+        self.square: float | Tensor = 0.0
+        """|Σ Δ|² over all ranks of a replica, as contributed; on the device if that alone waits for it."""
 
     def exchange(self, status: RankStatus, step: Clock, version: Version = 0) -> list[RankStatus]:
         """Return one status of each replica; Δ is then summed among the peers."""
@@ -196,18 +217,36 @@ class ModelParallelSync:
             self._buffer.zero()
         if self._peers is not None and self.turns is not None:
             self.turns.sum(self._peers, self._buffer, None, version, of_step(step))
+        elif self._peers is not None and self._on_device:
+            _sum_on_device(self._peers, self._vectors, of_step(step))
         elif self._peers is not None:
             self._peers.all_reduce(self._vectors, of_step(step))
-        if self._combined is not None and status.norm is not None and self._mesh.replicas > 1:
-            status = status._replace(norm=status.norm._replace(combined=float(self._combined())))
+        if self._measured is not None and status.norm is not None and self._mesh.replicas > 1:
+            measured = self._measured()
+            if self._on_device:
+                self.combined = LateNumbers.of((measured,), lambda read: read[0])
+            else:
+                status = status._replace(norm=status.norm._replace(combined=float(measured)))
 
+        if self._squares is not None:
+            self.square = self._square_on_device(self._squares, step)
         self._table.zero_()
-        row = [*status.encode(), square_norm(self._counted) if self._counted else 0.0]
+        square = square_norm(self._counted) if self._counted and self._squares is None else 0.0
+        row = [*status.encode(), square]
         self._table[self._rank] = torch.tensor(row, dtype=torch.float64)
         if self._communicator is not None:
             self._communicator.all_reduce([self._table.view(-1)], of_step(step))
         rows = self._table.tolist()
-        # Summed in ascending rank, so that every rank computes the same bits and clips by the same scale.
-        self.square = sum(rows[rank][-1] for rank in self._replica_ranks)
-        statuses = [RankStatus.decode(row, norms=self._combined is not None) for row in rows]
+        if self._squares is None:
+            # Summed in ascending rank, so that every rank computes the same bits and clips by the same scale.
+            self.square = sum(rows[rank][-1] for rank in self._replica_ranks)
+        statuses = [RankStatus.decode(row, norms=self._measured is not None) for row in rows]
         return by_replica(statuses, self._mesh.replicas)
+
+    def _square_on_device(self, squares: Tensor, step: Clock) -> Tensor:
+        """Return the squared norm of this replica's Δ, which its ranks add up in one order, on the device."""
+        squares.zero_()
+        squares[self._rank] = square_norm_on_device(self._counted, squares.device)
+        if self._communicator is not None:
+            _sum_on_device(self._communicator, [squares], of_step(step))
+        return squares[self._replica_ranks.start : self._replica_ranks.stop].sum()

@@ -15,7 +15,7 @@ import torch
 
 from paceline.core.types import Clock, ReplicaId
 from paceline.engine.distributed.norms import NO_NORM, NoiseObserver
-from paceline.engine.distributed.rank_status import DeltaNorm
+from paceline.engine.distributed.rank_status import DeltaNorm, RankStatus, StatusKind, by_replica
 from paceline.engine.loop import nonfinite_error
 from paceline.engine.run_history import RunHistory
 from paceline.engine.spmd.rank_context import RankContext
@@ -28,35 +28,45 @@ class LateLosses:
     """Losses of the Δs of the newest exchange, and whether they are finite, until all ranks have read them.
 
     Args:
-        context: of this rank, whose replica has its number.
+        context: of this rank.
         history: receives the losses.
+        replicas: P; the ranks of one are neighbours.
         dtype: of the table of statuses, which rounds them.
         noise: receives the norms; None: the gradient noise scale is not measured.
     """
 
     def __init__(
-        self, context: RankContext, history: RunHistory, dtype: torch.dtype, noise: NoiseObserver | None
+        self,
+        context: RankContext,
+        history: RunHistory,
+        replicas: int,
+        dtype: torch.dtype,
+        noise: NoiseObserver | None,
     ) -> None:
         self._context, self._history, self._dtype, self._noise = context, history, dtype, noise
+        self._replicas = replicas
         self._own: LateFigures | None = None
         """Of this rank's newest Δ."""
         self._norm: LateNumbers | None = None if noise is None else NO_NORM
         """The norms of that Δ."""
+        self.combined: LateNumbers | None = None
+        """Squared norm of the sum of all Δs with it, where each rank measures its own elements; None: all have it."""
         self._unread: list[tuple[ReplicaId, Clock, int]] = []
         """Replica, number and samples of the Δs that have arrived and were not read, in the order of their arrival."""
 
     def next(self, own: LateFigures | None, norm: LateNumbers | None) -> tuple[float, bool, DeltaNorm | None]:
         """Return what is known of this rank's Δ before: loss, whether it was finite, norms; then keep these."""
         before, self._own = self._own, own
-        norm_before, self._norm = self._norm, norm
-        return *self._read(before), None if norm_before is None else norm_before.read()
+        figures = *self._read(before), self._read_norm()
+        self._norm, self.combined = norm, None
+        return figures
 
     def arrived(self, replica: ReplicaId, clock: Clock, samples: int) -> None:
         """Note a Δ whose loss is read later."""
         if samples:
             self._unread.append((replica, clock, samples))
 
-    def take(self, figures: Sequence[tuple[float, bool, DeltaNorm | None]]) -> None:
+    def take(self, statuses: Sequence[RankStatus]) -> None:
         """Read the losses of all Δs that were noted, and their norms, from those of each replica's newest.
 
         Raises:
@@ -64,12 +74,12 @@ class LateLosses:
         """
         unread, self._unread = self._unread, []
         for replica, clock, samples in unread:
-            loss, finite, _ = figures[replica]
-            if not finite:
-                raise nonfinite_error(loss, replica, clock)
-            self._history.add_loss(loss, samples)
+            status = statuses[replica]
+            if not status.finite:
+                raise nonfinite_error(status.loss, replica, clock)
+            self._history.add_loss(status.loss, samples)
         if self._noise is not None:
-            self._noise.read([norm or DeltaNorm() for *_, norm in figures])
+            self._noise.read([status.norm or DeltaNorm() for status in statuses])
 
     def settle(self) -> None:
         """Read them now, unless they are read; all ranks call it together."""
@@ -78,12 +88,20 @@ class LateLosses:
         loss, finite = self._read(self._own)
         if self._context.communicator is not None:
             loss = float(torch.tensor(loss, dtype=self._dtype))
-        norm = None if self._norm is None else self._norm.read()
-        self.take(self._context.gather((loss, finite, norm), "the others' losses"))
+        norm = self._read_norm()
+        own = RankStatus(StatusKind.delta, 0, finite, stop=False, loss=loss, entered_ns=0, norm=norm)
+        self.take(by_replica(self._context.gather(own, "the others' losses"), self._replicas))
 
     def _read(self, figures: LateFigures | None) -> tuple[float, bool]:
         if figures is None:
             return 0.0, True
-        if self._context.communicator is not None:  # another rank may have died, for which the device waits
+        if self._context.communicator is not None and figures.reading is not None:
+            # Another rank may have died, for which the device waits.
             self._context.communicator.wait(figures.reading, "the loss of its step")
         return figures.read()
+
+    def _read_norm(self) -> DeltaNorm | None:
+        if self._norm is None:
+            return None
+        norm: DeltaNorm = self._norm.read()
+        return norm if self.combined is None else norm._replace(combined=self.combined.read())

@@ -39,6 +39,7 @@ from paceline.engine.spmd.tensor_parallel_rank import TensorParallelRank
 from paceline.replica.autograd import Autograd, handoff_pays
 from paceline.replica.base import Replica, micro_steps
 from paceline.replica.flat_state import FlatLayout, FlatState, read
+from paceline.replica.gradient_clipping import has_float64
 from paceline.replica.local_sgd import KeepsState, LocalSGD, autograd_of
 from paceline.replica.noise_estimator import Preconditioner
 from paceline.replica.operator_list import WARM_S
@@ -322,16 +323,23 @@ class ModelParallelShard(RankShard):
             return
         local_sgd, policy = setup.run_context.local_sgd, setup.run_context.policy
         norms = DeltaNorms(job, buffer.state, counted, ranks.whole) if job.noise_scale else None
-        clipped = counted if job.program.clip_norm is not None and not local_sgd else ()
+        clips = job.program.clip_norm is not None and not local_sgd
+        device = torch.device(setup.run_context.device(ranks.rank))
+        # Replicas of a stage tell each other losses through the host.
+        self.late = setup.run_context.reads_late and not job.strategy.replicated
+        self.late &= communicator is not None and communicator.device == device
+        self.late &= not clips or has_float64(device)
         combined = None if norms is None else norms.combined
         sync = ModelParallelSync(
             setup,
             buffer,
             buffer.own_vectors,
-            clipped,
+            counted if clips else (),
             peers,
             combined=combined,
             turns=Turns.of(policy.delta, ranks.whole, ranks.layout),
+            on_device=device if self.late else None,
+            clips=clips,
         )
         # Without a sum over replicas gradients may stay where autograd wrote them.
         by_tensor = ranks.mesh.replicas == 1 and norms is None
@@ -345,7 +353,7 @@ class ModelParallelShard(RankShard):
         self.status_sync = sync
         if norms is not None:
             norms.preconditioner = Preconditioner(update.optimizer)
-            self.noise = NoiseObserver(setup.run_context, norms, from_statuses=True)
+            self.noise = NoiseObserver(setup.run_context, norms, from_statuses=True, late=self.late)
 
     def replica(self, weight: Callable[[int], float], recorder: AnyRecorder) -> Replica:
         del weight  # Δ is scaled when all of it is there
@@ -356,7 +364,7 @@ class ModelParallelShard(RankShard):
             self.own, self.forget, self.takes_over = stepping, stepping.forget, stepping.exchange
             return stepping
         handoff = self.update.handoff if isinstance(self.update, ModelParallelUpdate) else None
-        self.worker = ranks.worker(micro_steps(context.delta), recorder, handoff)
+        self.worker = ranks.worker(micro_steps(context.delta), recorder, handoff, late=self.late)
         self._adds_up_in_place(self.worker)
         return self.worker
 

@@ -141,10 +141,11 @@ class ReplicatedCoordinator:
         noise = shard.noise.accumulator if shard.noise else None
         self.watch = watch
         self.loop = RunLoop(context, self, initial_digest, self._evaluate, watch, noise)
-        dtype = shard.reduce_buffer.table.dtype
-        self.late = LateLosses(rank_context, self.loop.history, dtype, shard.noise) if shard.late else None
+        self.late: LateLosses | None = None
         """Losses that a status has of the Δ before its own; None: of its own."""
-        if self.late is not None:
+        if shard.late and shard.status_sync is not None:
+            dtype = shard.status_sync.dtype
+            self.late = LateLosses(rank_context, self.loop.history, context.replicas, dtype, shard.noise)
             self.loop.history.read_late = self.late.settle
         self.decisions = self.loop.coordinator
         self.now = self.loop.start_s
@@ -184,7 +185,7 @@ class ReplicatedCoordinator:
         loop, decisions = self.loop, self.decisions
         self._statuses = statuses
         if self.late is not None:
-            self.late.take([(status.loss, status.finite, status.norm) for status in statuses])
+            self.late.take(statuses)
         self.now = min(max(status.entered_ns for status in statuses) * 1e-9, loop.end_s)
         if loop.timed:
             loop.evaluate_if_due(self.now)

@@ -161,10 +161,13 @@ class ModelParallelUpdate(Update):
         """Takes the gradients, tensor by tensor; None: they are written into the buffer."""
 
     def apply(self, factor: float, rate: float, version: Version) -> None:
+        gradients, square = self._buffer.state.parameters, self._sync.square
         if self._clip_norm is not None:
-            factor *= clip_scale(self._sync.square * factor**2, self._clip_norm)
+            if isinstance(square, Tensor):
+                clip_on_device(gradients, square * factor**2, self._clip_norm)
+            else:
+                factor *= clip_scale(square * factor**2, self._clip_norm)
         factor = -factor if self._moves else factor
-        gradients = self._buffer.state.parameters
         if self.optimizer is not None and self.handoff is not None:
             self.optimizer.step_by_tensor(self.handoff.gradients, rate, weight=factor)
         elif self.optimizer is not None and self.optimizer.has_kernel:

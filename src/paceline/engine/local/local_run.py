@@ -25,6 +25,7 @@ from paceline.core.errors import CallbackError, WorkerError
 from paceline.core.noise_scale import NoiseAccumulator
 from paceline.core.records import WorkerFigures
 from paceline.core.types import Nanoseconds, ReplicaId, Seconds
+from paceline.device import CPU
 from paceline.engine.base import Job, Outcome, Progress, Watcher
 from paceline.engine.checkpointing import Checkpointer, Snapshot
 from paceline.engine.local.arena import ArenaLayout, ParameterArena, arena_device
@@ -78,11 +79,12 @@ class LocalRun:
     ) -> None:
         self._job, self._fork_server, self._watch, self._closing = job, fork_server, watch, closing
         self._context = context = RunContext(job)
-        self._module, state = first_state(job.program, job.running_buffers, str(arena_device(job.strategy.device)))
+        place = arena_device(job.strategy.device)
+        self._module, state = first_state(job.program, job.running_buffers, str(place))
         self._shared_job = share(job)
         closing.callback(self._shared_job.close)
         noise = NoiseAccumulator(context.reference_batch) if job.noise_scale else None
-        estimator = NoiseEstimator(noise) if noise else None
+        estimator = NoiseEstimator(noise, late=place != CPU) if noise else None
         self._optimizer = optimizer = (
             ServerOptimizer(job.program, context.policy, state, estimator) if context.delta_slots else None
         )
@@ -126,6 +128,8 @@ class LocalRun:
         self._loop = RunLoop(
             context, self._server, digest, self._evaluate, watch, noise, replicas=self._first_replicas, parks=parks
         )
+        if estimator is not None:
+            self._loop.history.read_late = estimator.settle
         self._coordinator = self._loop.coordinator
         self._checkpointer = Checkpointer(context, self._loop, self._snapshot)
         closing.callback(self._checkpointer.close)

@@ -117,7 +117,9 @@ class PipelineRank(ModelParallelRank):
         if self.context.communicator is not None:
             self.context.communicator.traffic.sent_bytes = 0  # those of preparation do not count as training's
 
-    def worker(self, micro_steps: int, recorder: AnyRecorder, handoff: GradientHandoff | None = None) -> Pipelined:
+    def worker(
+        self, micro_steps: int, recorder: AnyRecorder, handoff: GradientHandoff | None = None, *, late: bool = False
+    ) -> Pipelined:
         partial_grads = None
         if self.shards is not None:
             self.shards.record_by(recorder)
@@ -126,7 +128,7 @@ class PipelineRank(ModelParallelRank):
             partial = [name for name, placement in placements.items() if placement == PARTIAL_GRAD]
             partial_grads = PartialGrads(self.shards, self.layout, partial)
         context = self.pipeline_context(recorder)
-        return Pipelined(context, micro_steps=micro_steps, partial_grads=partial_grads, handoff=handoff)
+        return Pipelined(context, micro_steps=micro_steps, partial_grads=partial_grads, handoff=handoff, late=late)
 
     def pipeline_context(self, recorder: AnyRecorder) -> PipelineContext:
         """Return the components of this rank's part of a replica; ``recorder`` records its spans."""

@@ -158,7 +158,7 @@ class ModelParallelRank(ABC):
 
     @abstractmethod
     def worker(
-        self, micro_steps: int, recorder: AnyRecorder, handoff: GradientHandoff | None = None
+        self, micro_steps: int, recorder: AnyRecorder, handoff: GradientHandoff | None = None, *, late: bool = False
     ) -> Pipelined | TensorParallel:
         """Create the replica that computes this rank's part of Δ.
 
@@ -166,6 +166,7 @@ class ModelParallelRank(ABC):
             micro_steps: batches in one Δ.
             recorder: of this rank's spans.
             handoff: receives the gradients, on the CPU; None: they are copied into the buffer of Δ.
+            late: whether loss and finite stay on the device for now.
         """
 
     def stepping(self, inner: Replica, summed: Callable[[float], float]) -> ShardedLocalSGD:
@@ -274,7 +275,9 @@ class TensorParallelRank(ModelParallelRank):
         self.state = read(self.prepared.shard.module, self.layout.new(device=self.run_context.device(self.rank)))
         free_unused(rank_setup.module, [self.prepared.shard.module])
 
-    def worker(self, micro_steps: int, recorder: AnyRecorder, handoff: GradientHandoff | None = None) -> TensorParallel:
+    def worker(
+        self, micro_steps: int, recorder: AnyRecorder, handoff: GradientHandoff | None = None, *, late: bool = False
+    ) -> TensorParallel:
         self.shards.record_by(recorder)
         device, program, shards = self.run_context.device(self.rank), self.prepared.program, self.shards
         short: ShortSteps | None = None
@@ -291,6 +294,7 @@ class TensorParallelRank(ModelParallelRank):
             handoff=handoff,
             compiled=self._compiled,
             short=short,
+            late=late,
         )
 
     def _compile(self, batch: Batch) -> CompiledPart:

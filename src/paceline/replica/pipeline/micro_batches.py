@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
-from operator import methodcaller
 
+import torch
 from torch import Tensor
 
 from paceline.core.errors import InputError
+from paceline.device import moved
 from paceline.program import Tree, leaves, map_tree
 from paceline.replica.base import Batch
 from paceline.replica.capture.input_spec import Shapes, shapes_of
@@ -33,7 +35,7 @@ class MicroBatch:
 
     def to(self, device: str, leaves: Collection[int], *, target: bool) -> "MicroBatch":
         """Return a copy on another device, of which only some leaves of the input, and maybe the target, are moved."""
-        move = methodcaller("to", device, non_blocking=True)
+        move = partial(moved, device=torch.device(device))
         inputs = [move(leaf) if index in leaves else leaf for index, leaf in enumerate(self.inputs)]
         return replace(self, inputs=inputs, target=map_tree(move, self.target) if target else self.target)
 

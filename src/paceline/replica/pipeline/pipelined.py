@@ -12,6 +12,7 @@ from paceline.core.types import Clock
 from paceline.replica.autograd import Autograd, GradientHandoff
 from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.flat_state import FlatState, finite
+from paceline.replica.late_figures import LateFigures, zero_nonfinite
 from paceline.replica.pipeline.comm_plan import PipelineContext
 from paceline.replica.pipeline.p2p_queue import StageReplicaGroup
 from paceline.replica.pipeline.stage_runtime import StageRuntime
@@ -96,6 +97,7 @@ class Pipelined(Replica):
         micro_steps: calls of :meth:`advance` for one Δ.
         partial_grads: where operators are sharded: sums the gradients of which each shard has a term.
         handoff: receives the gradients, on the CPU; None: they are copied into the buffer of Δ.
+        late: whether loss and finite stay on the device for now (``Measured.late``); not of stages that are replicated.
     """
 
     def __init__(
@@ -105,9 +107,12 @@ class Pipelined(Replica):
         micro_steps: int = 1,
         partial_grads: PartialGrads | None = None,
         handoff: GradientHandoff | None = None,
+        late: bool = False,
     ) -> None:
         self._context, self._micro_steps, self._partial_grads = context, micro_steps, partial_grads
-        self._handoff = handoff
+        self._handoff, self._late = handoff, late
+        self._unread = list[tuple[Tensor, int]]()
+        """Loss and samples of each micro-batch of this Δ, where they are read late."""
         self._runtime, self._tied = StageRuntime(context), TiedGradients(context)
         self._tensors, self.memory = self._runtime.tensors, self._runtime.memory
         self._losses, self._samples = 0.0, 0
@@ -121,7 +126,7 @@ class Pipelined(Replica):
         self._tensors.bind(state)
         for stage in self._runtime.stages.values():  # a cancelled attempt may have left passes
             stage.clear()
-        self._losses, self._samples = 0.0, 0
+        self._losses, self._unread, self._samples = 0.0, [], 0
 
     def advance(self, batch: Batch, clock: Clock) -> float:
         if not batch.samples:
@@ -141,9 +146,12 @@ class Pipelined(Replica):
         # Sent tensors are views of activations, which the next mini-batch may not reuse before they have gone.
         began = time.monotonic_ns()
         runtime.queue.wait_sends()
-        runtime.queue.reached()
-        mean = math.nan
-        if runtime.takes_target:
+        mean, total_loss = math.nan, 0.0
+        if self._late:
+            self._unread += [(loss, samples) for samples, loss in losses]
+        else:
+            runtime.queue.reached()
+        if runtime.takes_target and not self._late:
             total_loss = sum(samples * float(loss) for samples, loss in losses)
             if (replicas := self._context.stage_replicas) is not None:  # each has the losses of its own micro-batches
                 term = torch.tensor([total_loss], dtype=torch.float64)
@@ -153,7 +161,7 @@ class Pipelined(Replica):
         runtime.record("wait", clock + 1, began)
         for stage in runtime.stages.values():
             stage.end_mini_batch()
-        self._losses += mean * batch.samples
+        self._losses += total_loss
         self._samples += batch.samples
         return mean
 
@@ -162,11 +170,11 @@ class Pipelined(Replica):
         with torch.no_grad():
             if self._samples:
                 self._all_reduce(gradients)
-                if self._micro_steps > 1:
+                if self._micro_steps > 1 and gradients:  # a stage may have nothing to train
                     torch._foreach_div_(gradients, float(self._samples))
             if self._handoff is not None:
                 self._handoff.gradients = gradients
-            elif gradients:  # a stage may have nothing to train
+            elif gradients:
                 self._tensors.write_gradients(gradients, out)
             self._tensors.write_buffers(out)
             replicas = self._context.stage_replicas
@@ -176,7 +184,11 @@ class Pipelined(Replica):
                 all_reduce(out.buffers, replicas, "running buffers")
         if not self._samples:
             return Measured(math.nan, 0, True)
-        loss = self._losses / self._samples
+        if self._late:
+            figures = LateFigures(self._unread, out.parameters)
+            zero_nonfinite(out.parameters)
+            return Measured(math.nan, self._samples, True, late=figures)
+        loss = self._losses / self._samples if self._runtime.takes_target else math.nan
         vectors = out.parameters if self._handoff is None else gradients
         return Measured(loss, self._samples, finite(vectors, loss if self._runtime.takes_target else 0.0))
 

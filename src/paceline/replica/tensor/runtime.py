@@ -11,12 +11,14 @@ from torch import Tensor
 
 from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.types import Clock, Nanoseconds, ReplicaId
+from paceline.device import moved, seed
 from paceline.replica.activation_memory import ActivationMemory, StorageCounter
 from paceline.replica.autograd import NO_RECORDER, Autograd, GradientHandoff, backpropagate, step_seed
 from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.capture.input_spec import shapes_of
 from paceline.replica.compilation import CompiledPart
 from paceline.replica.flat_state import FlatLayout, FlatState, finite
+from paceline.replica.late_figures import LateFigures, zero_nonfinite
 from paceline.replica.tensor.placements import PARTIAL_GRAD
 from paceline.replica.tensor.prepare import PreparedShard
 from paceline.replica.tensor.short_steps import ShortSteps
@@ -38,6 +40,7 @@ class TensorParallel(Replica):
         handoff: receives the gradients, on the CPU; None: they are copied into the buffer of Δ.
         compiled: the shard's compiled forward; None: its graph runs as it is.
         short: runs short steps as lists of operators; None: they are made as long ones are.
+        late: whether loss and finite stay on the device for now: ``Measured.late``.
     """
 
     def __init__(
@@ -52,16 +55,19 @@ class TensorParallel(Replica):
         handoff: GradientHandoff | None = None,
         compiled: CompiledPart | None = None,
         short: ShortSteps | None = None,
+        late: bool = False,
     ) -> None:
         program, self._shards = prepared.program, prepared.shards
         self._seed, self._flatten = program.seed, prepared.captured.input_spec.flatten
         self._autocast = program.autocast(device)
-        self._replica, self._device, self._micro_steps = replica, device, micro_steps
+        self._replica, self._device, self._micro_steps = replica, torch.device(device), micro_steps
         self._recorder = None if isinstance(recorder, NullRecorder) else recorder
         self._handoff, self._total_loss = handoff, prepared.loss
         self._module = prepared.shard.module
         self._compiled, self._run = compiled, self._module if compiled is None else compiled.function
-        self._short = short
+        self._short, self._late = short, late
+        self._unread = list[tuple[Tensor, int]]()
+        """Loss and samples of each micro-step of this Δ, where they are read late."""
         self._autograd = Autograd(program, self._module, layout, replica, device)
         partial = [name for name, placement in prepared.shard.parameters.items() if placement == PARTIAL_GRAD]
         self._partial_grads = PartialGrads(self._shards, layout, partial) if partial else None
@@ -77,24 +83,27 @@ class TensorParallel(Replica):
 
     def adopt(self, state: FlatState) -> None:
         self._autograd.bind(state)
-        self._loss_sum, self._samples = 0.0, 0
+        self._loss_sum, self._unread, self._samples = 0.0, [], 0
 
     def advance(self, batch: Batch, clock: Clock) -> float:
         if not batch.samples:
             return math.nan
         # All shards seed alike: dropout draws the numbers of the whole tensor on each of them.
-        torch.default_generator.manual_seed(step_seed(self._seed, self._replica, clock))
+        seed(step_seed(self._seed, self._replica, clock), self._device)
         self._shards.step = clock + 1
         began = time.monotonic_ns()
         try:
-            leaves = [leaf.to(self._device) for leaf in self._flatten((batch.input, batch.target))]
+            leaves = [moved(leaf, self._device) for leaf in self._flatten((batch.input, batch.target))]
             # With several micro-steps losses are weighed by their samples; `finish` divides by the sum.
             weight = 1.0 if self._micro_steps == 1 else float(batch.samples)
             plain = functools.partial(self._differentiate, leaves, weight)
             loss, turned = plain() if self._short is None else self._short.differentiate(leaves, weight, plain)
-            total = self._total_loss(loss)
-            self._shards.reached("the loss")
-            value = float(total)
+            total, value = self._total_loss(loss), math.nan
+            if self._late:
+                self._unread.append((total, batch.samples))
+            else:
+                self._shards.reached("the loss")
+                value = float(total)
         except PacelineError:
             raise
         except Exception as error:
@@ -135,15 +144,19 @@ class TensorParallel(Replica):
         with torch.no_grad():
             if self._partial_grads is not None and self._samples:  # the same on all shards: all of them reduce, or none
                 self._partial_grads.all_reduce_(gradients)
-            if self._micro_steps > 1 and self._samples:
+            if self._micro_steps > 1 and self._samples and gradients:  # a shard may have nothing to train
                 torch._foreach_div_(gradients, float(self._samples))
             if self._handoff is not None:
                 self._handoff.gradients = gradients
-            else:  # the buffer of Δ may be in shared memory
+            elif gradients:  # the buffer of Δ may be in shared memory
                 self._autograd.write_gradients(gradients, out)
             self._autograd.write_buffers(out)
         if not self._samples:
             return Measured(math.nan, 0, True)
+        if self._late:
+            figures = LateFigures(self._unread, out.parameters)
+            zero_nonfinite(out.parameters)
+            return Measured(math.nan, self._samples, True, late=figures)
         loss = self._loss_sum / self._samples
         vectors = out.parameters if self._handoff is None else gradients
         return Measured(loss, self._samples, finite(vectors, loss))
