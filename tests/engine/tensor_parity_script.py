@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from paceline.engine.distributed.rank_shard import ModelParallelShard
+from paceline.engine.distributed.model_parallel_shard import ModelParallelShard
 from paceline.engine.spmd.rank_context import RankSetup
 from paceline.replica.tensor.placements import Shard
 from tests.engine.distributed_cases import keep

@@ -24,7 +24,7 @@ from paceline.checkpoint.base import STEP_OPTIONS
 from paceline.core.errors import InputError
 from paceline.core.partitioning import balanced
 from paceline.core.types import Version
-from paceline.device import moved
+from paceline.device import CPU, moved
 from paceline.replica.module_utils import tensors_of
 
 # (elements, dtype) -> a flat vector of them.
@@ -140,8 +140,11 @@ class FlatState:
 
     @property
     def device(self) -> torch.device:
-        """Device of all vectors."""
-        return self.vectors[0].device if self.vectors else torch.device("cpu")
+        """Device of all vectors; the CPU where there is none."""
+        for vectors in (self.parameters, self.buffers):
+            if vectors:
+                return vectors[0].device
+        return CPU
 
     @property
     def views(self) -> "Views":

@@ -28,7 +28,8 @@ from paceline.engine.distributed.async_pipeline import AsyncPipelineClient, Asyn
 from paceline.engine.distributed.client import AllReduceClient, ClientContext
 from paceline.engine.distributed.fsdp import refuse_model
 from paceline.engine.distributed.loop_reports import LoopReports
-from paceline.engine.distributed.rank_shard import ModelParallelShard, RankShard, WholeModelShard
+from paceline.engine.distributed.model_parallel_shard import ModelParallelShard
+from paceline.engine.distributed.rank_shard import RankShard, WholeModelShard
 from paceline.engine.distributed.replicated_coordinator import ReplicatedCoordinator, SyncedClock
 from paceline.engine.distributed.replicated_state import RunCopy, SharedRun
 from paceline.engine.distributed.served_rank import ServedRank

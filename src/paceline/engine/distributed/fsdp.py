@@ -35,9 +35,9 @@ never divided. It is no unit either: it returns a view, and torch 2.13 warns tha
 import importlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, final
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,17 +45,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.checkpoint.base import TensorChunk
 from paceline.core.errors import InputError
-from paceline.core.types import Clock, Version
 from paceline.device import CPU, placed
-from paceline.engine.distributed.reduce_buffer import ReduceBuffer
-from paceline.engine.distributed.update import Update, clip_across_ranks
 from paceline.engine.spmd.communicator import Communicator
 from paceline.program import Program
-from paceline.replica.autograd import Autograd
-from paceline.replica.base import Batch, Measured, Replica
-from paceline.replica.flat_optimizer import FlatOptimizer
 from paceline.replica.flat_state import DtypeBuffer, FlatLayout, FlatState, TensorEntry, Views, finite
-from paceline.replica.late_figures import largest
+from paceline.replica.late_figures import largest, zero_nonfinite
 from paceline.replica.optimizer_factory import ELEMENTWISE, build_optimizer
 
 # Optimizers that treat each element alone, so that a step on each shard is a step on the whole parameter.
@@ -187,7 +181,9 @@ class FsdpModule:
         self._entries = [entry for block in layout.parameters for entry in block.entries]
         self.absent = False
         """Whether this rank makes a shadow pass: its gradients don't count."""
-        self._finite, self._largest = True, list[Tensor]()
+        self.late = False
+        """Whether nobody has asked if gradients are finite."""
+        self._finite, self.largest = True, list[Tensor]()
         """What is known of this rank's gradients; on a device the largest element of each layer's, read once."""
         fsdp = importlib.import_module("torch.distributed.fsdp")  # half a second, only where FSDP is used
         placed(module, device=device)
@@ -208,20 +204,22 @@ class FsdpModule:
 
     def begin_delta(self) -> None:
         """Begin a new Δ."""
-        self._finite, self._largest = True, []
+        self._finite, self.largest = True, []
 
     def note(self, gradients: Tensor) -> None:
-        """Note gradients of this rank."""
+        """Note gradients of this rank; those that are not finite count as 0 where that is read late."""
         if gradients.device == CPU:
             self._finite = finite([gradients], 0.0) and self._finite
         else:
-            self._largest.append(largest([gradients]))
+            self.largest.append(largest([gradients]))
+        if self.late:
+            zero_nonfinite([gradients])
 
     def all_finite(self) -> bool:
         """Return whether all gradients noted since :meth:`begin_delta` are finite; waits for a device."""
-        if self._largest:
+        if self.largest:
             self._communicator.reached("the gradients of all layers")
-            self._finite = all(map(math.isfinite, torch.stack(self._largest).tolist()))
+            self._finite = all(map(math.isfinite, torch.stack(self.largest).tolist()))
         return self._finite
 
     def take_gradients(self) -> list[Tensor]:
@@ -310,83 +308,3 @@ def _as_state(parameters: Sequence[Tensor]) -> FlatState:
 def _local(tensor: Any) -> Tensor:
     part: Tensor = tensor.to_local()
     return part
-
-
-@final
-class FsdpUpdate(Update):
-    """Each rank has its part of A, of Σ Δ and of the optimizer's state, and of nothing else.
-
-    Args:
-        program: gives optimizer, scheduler and clipping.
-        module: this rank's part.
-        buffer: contributes the running buffers.
-        running: A's running buffers, which every rank has.
-        communicator: of all ranks.
-    """
-
-    optimizer: FlatOptimizer
-
-    def __init__(
-        self, program: Program, module: FsdpModule, buffer: ReduceBuffer, running: FlatState, communicator: Communicator
-    ) -> None:
-        self._module, self._buffer, self._running, self._communicator = module, buffer, running, communicator
-        self._clip_norm = program.clip_norm
-        self.optimizer = FlatOptimizer(program.optimizer, program.scheduler, module.shard, module.gradient)
-        self.reduced_vectors = buffer.tails()
-
-    def apply(self, factor: float, rate: float, version: Version) -> None:
-        del version
-        gradients = self._module.take_gradients()
-        torch._foreach_mul_(gradients, factor)
-        if self._clip_norm is not None:
-            clip_across_ranks(gradients, gradients, self._clip_norm, self._communicator)
-        self.optimizer.step(gradients, rate)
-        self._buffer.copy_running_buffers(self._running)
-
-
-@final
-@dataclass
-class FsdpReplica(Replica):
-    """Computes Δ on a sharded module; it writes the running buffers alone, since gradients are summed already.
-
-    Args:
-        _autograd: of the sharded module, its layout without parameters.
-        _module: the parameters of that module.
-        _weight: number of samples -> weight of such a batch in the sum.
-    """
-
-    _autograd: Autograd
-    _module: FsdpModule
-    _weight: Callable[[int], float]
-    _losses: float = field(default=0.0, init=False)
-    _samples: int = field(default=0, init=False)
-
-    def adopt(self, state: FlatState) -> None:
-        self._autograd.bind(state)
-        self._losses, self._samples = 0.0, 0
-        self._module.begin_delta()
-
-    def advance(self, batch: Batch, clock: Clock) -> float:
-        if not batch.samples:
-            return math.nan
-        try:
-            loss = self._autograd.backward(batch, clock, self._weight(batch.samples))
-        except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
-                raise
-            raise InputError(
-                "the model reads a parameter of a layer without calling that layer (as F.linear(x, self.head.weight)), "
-                "but shard_parameters=True gathers a layer's parameters as it is called; call the layer, or write "
-                "shard_optimizer=true instead"
-            ) from error
-        self._losses += loss * batch.samples
-        self._samples += batch.samples
-        return loss
-
-    def finish(self, out: FlatState) -> Measured:
-        with torch.no_grad():
-            self._autograd.write_buffers(out)
-        if not self._samples:
-            return Measured(math.nan, 0, True)
-        loss = self._losses / self._samples
-        return Measured(loss, self._samples, self._module.all_finite() and math.isfinite(loss))

@@ -1,9 +1,8 @@
-"""The part of A that one rank has, and everything that updates it: all of A, or a part by stages or by shards."""
+"""The part of A that one rank has, and everything that updates it; here all of A, or a part of each parameter."""
 
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, final
 
@@ -18,28 +17,26 @@ from paceline.core.mesh import Coordinate
 from paceline.core.types import Version
 from paceline.device import CPU
 from paceline.engine.distributed.exchange import GradientSync, ModelParallelSync, Turns
-from paceline.engine.distributed.fsdp import FsdpModule, FsdpReplica, FsdpUpdate
+from paceline.engine.distributed.fsdp import FsdpModule
+from paceline.engine.distributed.fsdp_replica import FsdpReplica, FsdpUpdate
 from paceline.engine.distributed.gradient_buckets import GradientBuckets
-from paceline.engine.distributed.held_tensors import HeldTensors, among, part_tensors, zero_tensors
+from paceline.engine.distributed.held_tensors import HeldTensors, among, zero_tensors
 from paceline.engine.distributed.kept_residuals import KeptResiduals
 from paceline.engine.distributed.norms import DeltaNorms, NoiseObserver
 from paceline.engine.distributed.overlap import build_overlap
 from paceline.engine.distributed.reduce_buffer import ReduceBuffer
 from paceline.engine.distributed.shared_parameters import SharedParameters
 from paceline.engine.distributed.sync_batchnorm import BatchNormGroup, SynchronisedBatchNorm
-from paceline.engine.distributed.update import ModelParallelUpdate, ReplicatedUpdate, ShardState, Update
+from paceline.engine.distributed.update import ReplicatedUpdate, ShardState, Update
 from paceline.engine.distributed.zero1 import ZeroOptimizer, pays
 from paceline.engine.own_states import KEY, replica_chunks
 from paceline.engine.server_optimizer import ServerOptimizer
-from paceline.engine.spmd.communicator import Communicator, ring_bytes
-from paceline.engine.spmd.pipeline_rank import PipelineRank
-from paceline.engine.spmd.rank_context import RankSetup, SubGroup, holders
+from paceline.engine.spmd.communicator import ring_bytes
+from paceline.engine.spmd.rank_context import RankSetup, SubGroup
 from paceline.engine.spmd.shard_views import PartChunks
-from paceline.engine.spmd.tensor_parallel_rank import TensorParallelRank
-from paceline.replica.autograd import Autograd, handoff_pays
-from paceline.replica.base import Replica, micro_steps
+from paceline.replica.autograd import Autograd
+from paceline.replica.base import Replica
 from paceline.replica.flat_state import FlatLayout, FlatState, read
-from paceline.replica.gradient_clipping import has_float64
 from paceline.replica.local_sgd import KeepsState, LocalSGD, autograd_of
 from paceline.replica.noise_estimator import Preconditioner
 from paceline.replica.operator_list import WARM_S
@@ -183,8 +180,8 @@ class WholeModelShard(RankShard):
         overlaps &= self.batchnorm_group is None and job.on_nonfinite != "skip" and not job.survives_deaths
         if job.noise_scale:  # each gradient is measured as it is handed over
             overlaps &= strategy.accumulate == 1
-        # Sums by way of the host wait for the device, as do compressions, and the updates of parts of A.
-        self.late = setup.run_context.reads_late and isinstance(update, ReplicatedUpdate)
+        # Sums by way of the host wait for the device, as do compressions.
+        self.late = setup.run_context.reads_late
         self.late &= strategy.compression == "none" and self.batchnorm_group is None
         self.late &= communicator is None or communicator.device == device
         if job.noise_scale:
@@ -258,7 +255,7 @@ class WholeModelShard(RankShard):
         communicator = self._setup.context.communicator
         if communicator is not None:
             autograd.before_reading = functools.partial(communicator.reached, "the layers of its step")
-        return FsdpReplica(autograd, self.fsdp, weight)
+        return FsdpReplica(autograd, self.fsdp, weight, self.late)
 
     def held(self) -> HeldTensors:
         setup, first = self._setup, self._setup.context.is_first
@@ -293,108 +290,3 @@ class WholeModelShard(RankShard):
             sent = 3 * (ranks - 1) * nbytes * self._setup.run_context.per_step
             notes["payload_sharded_formula_bytes_per_step"] = sent
         return notes
-
-
-@final
-class ModelParallelShard(RankShard):
-    """A replica has several ranks: pipeline stages, tensor-parallel shards, or both; each has its part of A."""
-
-    def __init__(self, setup: RankSetup) -> None:
-        job, communicator = setup.run_context.job, setup.context.communicator
-        zero = bool(job.strategy.shard_optimizer)
-        self._ranks = ranks = PipelineRank(setup) if job.strategy.pipelined else TensorParallelRank(setup)
-        self.state_json = ranks.state_json
-        counted = ranks.counted(of_each_copy=zero)
-        self.coordinate, self.state = ranks.place, ranks.state
-        self.parameter_bytes = ranks.state.layout.parameter_bytes
-        self.full_state = ranks.full_state
-        shard = ShardState(ranks.state, ranks.whole, counted)
-        self.reduce_buffer = buffer = ReduceBuffer(ranks.state.layout, ranks.mesh.replicas, ranks.state.device)
-
-        peers = ranks.subgroups.peers
-        if communicator is not None and zero:
-            group = holders(ranks.mesh, ranks.rank, communicator, peers)
-            self.update = ZeroOptimizer(job.program, buffer, shard, group, communicator)
-            # Each replica of a stage has the whole Δ of its replica of the model.
-            first = ranks.mesh.stage_replica(ranks.place).copy == 0
-            self.status_sync = ModelParallelSync(
-                setup, buffer, self.update.reduced_vectors, (), group.communicator, contributes=first
-            )
-            return
-        local_sgd, policy = setup.run_context.local_sgd, setup.run_context.policy
-        norms = DeltaNorms(job, buffer.state, counted, ranks.whole) if job.noise_scale else None
-        clips = job.program.clip_norm is not None and not local_sgd
-        device = torch.device(setup.run_context.device(ranks.rank))
-        # Replicas of a stage tell each other losses through the host.
-        self.late = setup.run_context.reads_late and not job.strategy.replicated
-        self.late &= communicator is not None and communicator.device == device
-        self.late &= not clips or has_float64(device)
-        combined = None if norms is None else norms.combined
-        sync = ModelParallelSync(
-            setup,
-            buffer,
-            buffer.own_vectors,
-            counted if clips else (),
-            peers,
-            combined=combined,
-            turns=Turns.of(policy.delta, ranks.whole, ranks.layout),
-            on_device=device if self.late else None,
-            clips=clips,
-        )
-        # Without a sum over replicas gradients may stay where autograd wrote them.
-        by_tensor = ranks.mesh.replicas == 1 and norms is None
-        by_tensor &= setup.run_context.device(ranks.rank) == "cpu" and handoff_pays(ranks.state.layout)
-        by_tensor &= not local_sgd
-        self.update = update = ModelParallelUpdate(job.program, policy, buffer, shard, sync, by_tensor=by_tensor)
-        self._own_ranks: Communicator | None = None
-        """The ranks of this replica, where they clip its gradients together."""
-        if communicator is not None and local_sgd and job.program.clip_norm is not None:
-            self._own_ranks = communicator.split([ranks.mesh.replica_ranks(r) for r in range(ranks.mesh.replicas)])
-        self.status_sync = sync
-        if norms is not None:
-            norms.preconditioner = Preconditioner(update.optimizer)
-            self.noise = NoiseObserver(setup.run_context, norms, from_statuses=True, late=self.late)
-
-    def replica(self, weight: Callable[[int], float], recorder: AnyRecorder) -> Replica:
-        del weight  # Δ is scaled when all of it is there
-        ranks, context = self._ranks, self._ranks.run_context
-        if context.local_sgd:
-            self.worker = ranks.worker(1, recorder)
-            stepping = ranks.stepping(self.worker, self._summed)
-            self.own, self.forget, self.takes_over = stepping, stepping.forget, stepping.exchange
-            return stepping
-        handoff = self.update.handoff if isinstance(self.update, ModelParallelUpdate) else None
-        self.worker = ranks.worker(micro_steps(context.delta), recorder, handoff, late=self.late)
-        self._adds_up_in_place(self.worker)
-        return self.worker
-
-    def _summed(self, square: float) -> float:
-        """Return the sum of a number over the ranks of this replica."""
-        total = torch.tensor([square], dtype=torch.float64)
-        if self._own_ranks is not None:
-            self._own_ranks.all_reduce([total], "the norm of a gradient")
-        return float(total)
-
-    def held(self) -> HeldTensors:
-        ranks, place = self._ranks, self._ranks.place
-        part = ranks.part_chunks()
-        state = part.of(self.state)
-        first = ranks.mesh.stage_replica(place).copy == 0 and place.replica == 0
-        owned = ranks.names()
-        if isinstance(self.update, ZeroOptimizer):
-            return zero_tensors(self.update, part, state, first=first, owned=owned)
-        held = part_tensors(part, state, self.update.optimizer, owned if first else ())
-        own = [] if self.own is None else [*replica_chunks(place.replica, self.own)]
-        return replace(held, own=own, writes_any=held.writes_any or ranks.run_context.local_sgd)
-
-    def notes(self) -> Mapping[str, str | int | float]:
-        ranks, zero = self._ranks, isinstance(self.update, ZeroOptimizer)
-        if isinstance(ranks, TensorParallelRank):
-            sent = ranks.prepared.plan.cost.sent_bytes
-            return {"shards": ranks.shards.count, "planned_bytes_per_step": sent, "shard_optimizer": zero}
-        return {
-            "micro_batches": ranks.run_context.job.strategy.micro_batch_count,
-            "parts": ranks.needs.parts,
-            "parts_need": str(ranks.needs),
-            "shard_optimizer": zero,
-        }

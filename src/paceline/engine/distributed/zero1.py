@@ -16,7 +16,8 @@ be gathered::
     Δ of all of them --- reduce-scatter ---> Σ Δ of my slice -- step on my slice of the only A -- wait for the others
 """
 
-from typing import final
+from collections.abc import Sequence
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -179,8 +180,7 @@ class ZeroOptimizer(Update):
         given = given or [None] * len(self._shared)
         works = [partition.begin_reduce_scatter(group) for partition in self._partitions]
         works += [each.begin_reduce_scatter(group, part) for each, part in zip(self._shared, given, strict=True)]
-        for work in works:
-            group.wait(work, "the reduce-scatter of Δ")
+        self._finish(group, works, "the reduce-scatter of Δ")
 
     def _gather(self) -> None:
         """Have all of the new A on each rank."""
@@ -189,7 +189,12 @@ class ZeroOptimizer(Update):
             return
         if self._shared:
             group.wait(group.start_barrier(), "the others' steps on their slices of A")
-        for work in [partition.begin_all_gather(group) for partition in self._partitions]:
-            group.wait(work, "the all-gather of A")
+        works = [partition.begin_all_gather(group) for partition in self._partitions]
+        self._finish(group, works, "the all-gather of A")
         for partition in self._partitions:
             partition.unpack()
+
+    def _finish(self, group: Communicator, works: Sequence[Any], description: str) -> None:
+        """Wait for collectives of A's vectors, on the host or on the device alone."""
+        for work in works:
+            group.finish(work, self._state.parameters[0], description)
