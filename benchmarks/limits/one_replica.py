@@ -3,8 +3,8 @@
     python benchmarks/limits/one_replica.py
 
 The plain loop draws a permutation of the samples, and of each batch of it clears the gradients, computes loss and
-backward, and steps. Paceline's steps are those of the default, soon graphs, for these models are pure; graphs from the
-first one (compile=graph); and steps as they are, of models that are not pure, for they count their calls. All take
+backward, and steps. Paceline's steps are those of the default, graphs after a while, for these models are pure; graphs
+from the first one (compile=graph); and steps as they are, of models that are not pure, for they count their calls. All take
 turns; a ratio is the median of the turns'.
 """
 
@@ -26,8 +26,8 @@ from paceline.engine.local.engine import LocalEngine
 
 SAMPLES, FEATURES, CLASSES, BATCH = 3200, 64, 10, 32
 
-WARM_UP = 100
-"""Steps that are made, but not timed."""
+WARM_UP = 1000
+"""Steps that are made, but not timed: by then steps that are to be graphs are."""
 
 
 def mlp() -> nn.Module:
