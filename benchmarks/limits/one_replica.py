@@ -4,8 +4,8 @@
 
 The plain loop draws a permutation of the samples, and of each batch of it clears the gradients, computes loss and
 backward, and steps. Paceline's steps are those of the default, graphs after a while, for these models are pure; graphs
-from the first one (compile=graph); and steps as they are, of models that are not pure, for they count their calls. All take
-turns; a ratio is the median of the turns'.
+from the first one (compile=graph); and steps as they are, of models that are not pure, for they count their calls. All
+take turns; a ratio is the median of the turns'.
 """
 
 import argparse
