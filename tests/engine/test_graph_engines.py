@@ -14,6 +14,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "replicas=2 accumulate=2": {"model": programs.dropout},
     "replicas=1 aggregation=hogwild": {"model": programs.mlp},
     "replicas=2 aggregation=local-steps:period=3": {"model": programs.dropout},
+    # Gradients are written where Δ is, by turns in two places while one of them waits for the update.
+    "replicas=1 aggregation=asynchronous": {"model": programs.wide},
+    "replicas=1 aggregation=buffered:k=2,hold=false": {"model": programs.wide},
 }
 
 
