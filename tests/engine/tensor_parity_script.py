@@ -24,7 +24,7 @@ def remembered(rank_setup: RankSetup) -> ModelParallelShard:
     return shares[-1]
 
 
-importlib.import_module("paceline.engine.distributed.engine").ModelParallelShard = remembered  # type: ignore[attr-defined]
+importlib.import_module("paceline.engine.distributed.distributed_run").ModelParallelShard = remembered  # type: ignore[attr-defined]
 
 
 def differing(share: ModelParallelShard, whole: dict[str, Any]) -> list[str]:

@@ -207,4 +207,24 @@ def reduce_scatter_tensor(job: Job, count: int, dtype: torch.dtype, op: dist.Red
     yield out, combined([x.view(job.size, count)[job.rank] for x in given], op)
 
 
-COMBINES: tuple[Combine, ...] = (all_reduce, combine, reduce, reduce_scatter, reduce_scatter_tensor)
+def reduce_scatter_taken(job: Job, count: int, dtype: torch.dtype, op: dist.ReduceOp.RedOpType) -> Iterator[Outcome]:
+    """The group's own, a sum that is taken in pieces one after the other."""
+    group: Any = job.group or dist.group.WORLD
+    for extra in (0, 2) if op == dist.ReduceOp.SUM else ():
+        sizes = [count + extra * rank for rank in job.ranks]
+        out, ends = _empty(sizes[job.rank], dtype=dtype), [0]
+
+        def taken(start: int, piece: Tensor, out: Tensor = out, ends: list[int] = ends) -> None:
+            assert start == ends[-1]
+            ends.append(start + piece.numel())
+            out[start : ends[-1]] = piece
+
+        group.reduce_scatter_taken([numbers(job.rank, n, dtype).clone() for n in sizes], taken).wait()
+        assert ends[-1] == sizes[job.rank]
+        yield out, combined([numbers(rank, sizes[job.rank], dtype) for rank in job.ranks], op)
+
+
+COMBINES: tuple[Combine, ...] = (
+    *(all_reduce, combine, reduce),
+    *(reduce_scatter, reduce_scatter_taken, reduce_scatter_tensor),
+)

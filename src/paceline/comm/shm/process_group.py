@@ -155,6 +155,10 @@ class ShmProcessGroup(PythonProcessGroup):
         steps = collectives.reduce_scatter(self._rounds, v, parts, _rule(opts, out))
         return self._call("reduce_scatter", steps, opts, [out], [v])
 
+    def reduce_scatter_taken(self, parts: Sequence[Tensor], taken: collectives.Taken) -> Work:
+        """Sum all ranks' parts, and have this rank's sum taken piece by piece, while that is in the caches."""
+        return self._call("reduce_scatter", collectives.reduce_scatter(self._rounds, taken, parts, "sum"), None)
+
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         outs, parts = self._per_rank([outputs], "all_to_all"), self._per_rank([inputs], "all_to_all")
         vectors = _vectors("all_to_all", [*outs, *parts])

@@ -22,6 +22,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from paceline.comm.shm.collectives import Taken
 from paceline.comm.shm.process_group import NAME as SHM
 from paceline.core.types import Version
 from paceline.engine.distributed.gradient_buckets import GradientBuckets, apart_pays, cut_apart
@@ -40,6 +41,7 @@ from paceline.replica.optimizer_factory import (
     optimizer_of_vectors,
     shape_only_parameters,
 )
+from paceline.replica.optimizer_kernels import StateVectors
 
 # Elements of A from which on it pays, measured.
 LEAST_ELEMENTS = 300_000
@@ -158,28 +160,57 @@ class ZeroOptimizer(Update):
 
     def apply(self, factor: float, rate: float, version: Version) -> None:
         del version
+        if self.optimizer is not None and self.optimizer.has_kernel and self._shared and self._clip_norm is None:
+            self._step_as_summed(self.optimizer, factor, rate)
+        else:
+            self._sum_and_step(factor, rate)
+        self._gather()
+        self._buffer.copy_running_buffers(self._state)
+
+    def _step_as_summed(self, optimizer: FlatOptimizer, factor: float, rate: float) -> None:
+        """Step on each piece of the sum as it is made, and is in the caches."""
+        group = self._group
+        assert group is not None, "others share A"
+        kernel = optimizer.kernel(rate)
+        vectors = iter(zip(optimizer.state.parameters, optimizer.state_vectors, strict=True))
+
+        def stepping(a: Tensor, state: StateVectors) -> Taken:
+            def taken(start: int, piece: Tensor) -> None:
+                part = slice(start, start + piece.numel())
+                kernel.step(a[part], a[part], piece, [v[part] for v in state], factor, consumes=True)
+
+            return taken
+
+        works = [
+            each.begin_reduce_scatter(group, part, stepping(*next(vectors)) if each.own.block.elements else None)
+            for each, part in zip(self._shared, self._given(), strict=True)
+        ]
+        self._finish(group, works, "the reduce-scatter of Δ")
+        optimizer.end_step(optimizer.state)
+
+    def _given(self) -> list[Tensor | None]:
+        """Return what this rank contributes to each shared partition, None where it is in the vector."""
+        given = self.gradients.take() if self.gradients is not None else []
+        return given or [None] * len(self._shared)
+
+    def _sum_and_step(self, factor: float, rate: float) -> None:
+        """Step once all of the sum is there."""
         self._sum()
-        kernel = self.optimizer is not None and self.optimizer.has_kernel
-        # Slices of the kernels' own multiplication that don't begin where vectors of the processor do round otherwise.
-        if self._gradients and not (kernel and self._shared and self._clip_norm is None):
+        if self._gradients:
             torch._foreach_mul_(self._gradients, factor)
-            factor = 1.0
         if self._clip_norm is not None:
             clip_across_ranks(self._gradients, self._counted, self._clip_norm, self._all)
         if self.optimizer is not None:
-            self.optimizer.step(self._gradients, rate, weight=factor, consumes=True)
-        self._gather()
-        self._buffer.copy_running_buffers(self._state)
+            self.optimizer.step(self._gradients, rate, consumes=True)
 
     def _sum(self) -> None:
         """Sum Δ, on each rank its slices."""
         group = self._group
         if group is None:
             return
-        given = self.gradients.take() if self.gradients is not None else []
-        given = given or [None] * len(self._shared)
         works = [partition.begin_reduce_scatter(group) for partition in self._partitions]
-        works += [each.begin_reduce_scatter(group, part) for each, part in zip(self._shared, given, strict=True)]
+        shared = zip(self._shared, self._given(), strict=True)
+        works += [each.begin_reduce_scatter(group, part) for each, part in shared]
         self._finish(group, works, "the reduce-scatter of Δ")
 
     def _gather(self) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.shared_memory import ALIGNMENT
+from paceline.comm.shm.collectives import Taken
 from paceline.core.partitioning import cut_at_borders
 from paceline.engine.spmd.communicator import Communicator
 from paceline.replica.flat_state import DtypeBuffer, TensorEntry
@@ -165,15 +166,18 @@ class SharedPartition:
         own = ZeroSlice(laid_out, start, a[start:stop], delta[start:stop])
         return cls(own, cut, delta[part])
 
-    def begin_reduce_scatter(self, communicator: Communicator, given: Tensor | None = None) -> Any:
+    def begin_reduce_scatter(
+        self, communicator: Communicator, given: Tensor | None = None, taken: Taken | None = None
+    ) -> Any:
         """Begin to sum Δ, each rank's slice on that rank; returns the work to wait for.
 
         Args:
             communicator: of the ranks.
             given: this rank's contribution; None: it is in the vector of Δ.
+            taken: takes the sum of this rank's slice, piece by piece; None: the vector of Δ receives it.
         """
-        whole = self._delta if given is None else given
-        return communicator.reduce_scatter_parts([whole[a:b] for a, b in pairwise(self._cut)], self.own.delta)
+        whole, own = self._delta if given is None else given, self.own.delta if taken is None else taken
+        return communicator.reduce_scatter_parts([whole[a:b] for a, b in pairwise(self._cut)], own)
 
 
 def _inside(block: DtypeBuffer, start: int, stop: int) -> list[TensorEntry]:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.shm.collectives import Taken
 from paceline.comm.shm.process_group import ShmProcessGroup
 from paceline.device import CPU, Reached
 from paceline.engine.spmd.process_group import ProcessGroup
@@ -156,16 +157,18 @@ class Communicator:
         work = _reduce_scatter(out, given.view(-1), group=self.group.handle, async_op=True)
         return work if out is own else StagedWork(work, own, out)
 
-    def reduce_scatter_parts(self, parts: Sequence[Tensor], own: Tensor) -> Any:
+    def reduce_scatter_parts(self, parts: Sequence[Tensor], own: Tensor | Taken) -> Any:
         """Start to sum all ranks' parts, one for each rank, which may differ in size; backend shm alone.
 
         Args:
-            parts: of this rank; stay as they are, but for one that is ``own``.
-            own: receives the sum of this rank's part, and may be that part itself.
+            parts: of this rank, vectors; stay as they are, but for one that is ``own``.
+            own: receives the sum of this rank's part, and may be that part itself; or takes it, piece by piece.
         """
         assert self._shm is not None, "other backends have parts of one size"
-        self.traffic.sent_bytes += sum(part.nbytes for part in parts) - own.nbytes
-        return self._shm.reduce_scatter([own], [parts])
+        self.traffic.sent_bytes += sum(part.nbytes for part in parts) - parts[self.group.handle.rank()].nbytes
+        if isinstance(own, Tensor):
+            return self._shm.reduce_scatter([own], [parts])
+        return self._shm.reduce_scatter_taken(parts, own)
 
     def start_barrier(self) -> Any:
         """Start to wait until all ranks have come here; backend shm alone."""
