@@ -106,11 +106,7 @@ class StepGraphs:
     """
 
     def __init__(
-        self,
-        program: Program,
-        module: nn.Module,
-        device: torch.device,
-        delta: Callable[[], FlatState] | None = None,
+        self, program: Program, module: nn.Module, device: torch.device, delta: Callable[[], FlatState] | None = None
     ) -> None:
         self._program, self._module, self._device, self._delta = program, module, device, delta
         self.written: FlatState | None = None
