@@ -54,6 +54,8 @@ class _Link:
     """The newest Δ of each replica that it has its slice of."""
     taken: int = 0
     """How many events and requests it has taken."""
+    reason_bytes: int | None = None
+    """Length of the reason why it has failed, which is still to be read; None: it has said nothing of the kind."""
 
 
 class OtherServers:
@@ -135,7 +137,7 @@ class OtherServers:
     def why(self, member: Member) -> str | None:
         """Return why a server says that it has failed, or why it is no more; None: nothing is known."""
         link = self._links.get(member)
-        return self.ended.get(member) if link is None else _told(link.words)
+        return self.ended.get(member) if link is None else _told(link)
 
     def send(self, event: str, args: Sequence[Any], counts: tuple[int, int]) -> None:
         """Send an event, or a request, that this server takes next itself.
@@ -271,6 +273,7 @@ class OtherServers:
                 while True:
                     replica, incarnation, attempt, taken = STAGED.unpack(await wire.received(words, STAGED.size))
                     if replica == FAILED:
+                        link.reason_bytes = attempt
                         await self._lose(member, _failure(await wire.received(words, attempt)))
                         return
                     link.staged[replica], link.taken = (incarnation, attempt), taken
@@ -324,12 +327,14 @@ def servers_of(peers: Iterable[Member]) -> int:
     return 1 + max((member.number for member in peers), default=0)
 
 
-def _told(words: socket.socket) -> str | None:
+def _told(link: _Link) -> str | None:
     """Return why a server says that it has failed, in what has come and is not read yet; None: it does not."""
     try:
-        come = words.recv(_MOST_WORDS, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        come = link.words.recv(_MOST_WORDS, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except OSError:
         return None
+    if link.reason_bytes is not None:
+        return _failure(come[: link.reason_bytes])
     for at in range(0, len(come) - STAGED.size + 1, STAGED.size):
         replica, _, size, _ = STAGED.unpack_from(come, at)
         if replica == FAILED:
