@@ -125,13 +125,13 @@ def encoder() -> Job:
 class Tied(nn.Module):
     """A language model whose first and last layer are one matrix."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: int = 11, width: int = 12) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(11, 12)
-        self.layers = nn.ModuleList([nn.Linear(12, 12) for _ in range(3)])
-        self.head = nn.Linear(12, 11, bias=False)
+        self.embedding = nn.Embedding(words, width)
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(3)])
+        self.head = nn.Linear(width, words, bias=False)
         self.head.weight = self.embedding.weight
-        self.register_buffer("shift", torch.linspace(0.0, 1.0, 12))
+        self.register_buffer("shift", torch.linspace(0.0, 1.0, width))
 
     def forward(self, tokens: Tensor) -> Tensor:
         value = self.embedding(tokens) + self.shift

@@ -20,10 +20,12 @@ def test_the_reason_is_read_ahead(read: str) -> None:
         assert _told(link) is None
         other.sendall(STAGED.pack(0, 1, 2, 3))
         assert _told(link) is None
-        other.sendall(STAGED.pack(FAILED, 0, len(REASON), 0) + REASON.encode())
-        other.close()
+        other.sendall(STAGED.pack(FAILED, 0, len(REASON), 0))
         if read != "nothing":
             own.recv(STAGED.size)
         if read == "that there is a reason":
             *_, link.reason_bytes, _ = STAGED.unpack(own.recv(STAGED.size))
+            assert _told(link) is None  # that has not come yet
+        other.sendall(REASON.encode())
+        other.close()
         assert _told(link) == f"it failed: {REASON}"

@@ -185,7 +185,7 @@ class Autograd:
     def take_gradients(self) -> list[Tensor]:
         """Return the gradients of all parameters, zeros where one has none; the parameters' ``grad`` is None then."""
         if self.graphs is not None and self.graphs.written is not None:
-            return self.graphs.written.views.parameters
+            return self.graphs.written
         gradients = [parameter.grad for parameter in self.parameters]
         if self.own is not None or any(gradient is None or gradient.is_sparse for gradient in gradients):
             return [self.take_gradient(index) for index in range(len(gradients))]
@@ -196,7 +196,7 @@ class Autograd:
     def take_gradient(self, index: int) -> Tensor:
         """Return the gradient of one parameter, likewise; those of an own loop stay, of other parts they are zero."""
         if self.graphs is not None and self.graphs.written is not None:
-            return self.graphs.written.views.parameters[index]
+            return self.graphs.written[index]
         parameter = self.parameters[index]
         grad = parameter.grad
         if self.own is None:
@@ -210,7 +210,7 @@ class Autograd:
 
     def write_gradients(self, gradients: list[Tensor], out: FlatState) -> None:
         """Write gradients that were taken into ``out``, but those that are there."""
-        if gradients is out.views.parameters:
+        if gradients and gradients[0] is out.views.parameters[0]:  # a graph has written all of them
             return
         if self.gradients is None:  # one fused copy
             torch._foreach_copy_(out.views.parameters, gradients)

@@ -57,8 +57,8 @@ class StepGraph:
         constants: tensors that forward has made from numbers.
         parameters: those that the loss depends on.
         weight: scalar that the gradient of the loss is written to, 1 at first.
-        writes: whether the operators write the gradients into tensors that they are given before the constants;
-            else they return them.
+        delta: returns what the operators write the gradients into, and are given before the constants; None: they
+            return them.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class StepGraph:
         parameters: Sequence[Tensor],
         weight: Tensor,
         *,
-        writes: bool = False,
+        delta: Callable[[], FlatState] | None = None,
     ) -> None:
-        self._operators, self._constants, self.parameters, self.writes = operators, constants, parameters, writes
+        self._operators, self._constants, self.parameters, self.delta = operators, constants, parameters, delta
         self._weight, self._weight_tensor = 1.0, weight
         self.steps = self.compared = 0
         """How many steps it has made, and on how many batches it was compared with the model."""
@@ -80,16 +80,15 @@ class StepGraph:
         """Whether it is to be compared: it has made one step, and may have taken values of that batch for constants."""
         return self.steps == self.compared == 1
 
-    def run(
-        self, tensors: Sequence[Tensor], batch: Sequence[Tensor], weight: float = 1.0, places: Sequence[Tensor] = ()
-    ) -> Sequence[Tensor]:
-        """Return the loss, and the gradients of ``weight`` · loss unless they are written to ``places``."""
+    def run(self, tensors: Sequence[Tensor], batch: Sequence[Tensor], weight: float = 1.0) -> Sequence[Tensor]:
+        """Return the loss, and the gradients of ``weight`` · loss, which may be the tensors of Δ."""
+        places = () if self.delta is None else self.delta().views.parameters
         if weight != self._weight:
             self._weight = weight
             self._weight_tensor.fill_(weight)
         # Not under no_grad, where some operators keep nothing for the backward that is called after them.
         with torch._C._AutoDispatchBelowAutograd():
-            return self._operators(*tensors, *batch, self._weight_tensor, *places, *self._constants)
+            return *self._operators(*tensors, *batch, self._weight_tensor, *places, *self._constants), *places
 
 
 class StepGraphs:
@@ -109,8 +108,8 @@ class StepGraphs:
         self, program: Program, module: nn.Module, device: torch.device, delta: Callable[[], FlatState] | None = None
     ) -> None:
         self._program, self._module, self._device, self._delta = program, module, device, delta
-        self.written: FlatState | None = None
-        """Δ, if the newest step has written it; None: its gradients are the parameters' ``grad``."""
+        self.written: list[Tensor] | None = None
+        """The tensors of Δ, if the newest step has written them; None: its gradients are the parameters' ``grad``."""
         self._whole = WithLoss(program, module)
         self._named = tensors_of(module)
         self._tensors = list(self._named.values())
@@ -164,24 +163,20 @@ class StepGraphs:
             graph = self._graphs.get(form)
         if graph is None:
             return None
-        batch = leaves((inputs, target))
-        if graph.writes and self._delta is not None:
-            self.written = self._delta()
-            (loss,) = self._run(graph, batch, weight, self.written.views.parameters)
-        else:
-            loss, *gradients = self._run(graph, batch, weight)
+        loss, *gradients = self._run(graph, leaves((inputs, target)), weight)
+        if graph.delta is None:
             add_gradients(graph.parameters, gradients)
+        else:
+            self.written = gradients
         graph.steps += 1
         return loss
 
     def made(self, now: Nanoseconds) -> None:
         """Note that the step of which there was no graph is over."""
 
-    def _run(
-        self, graph: StepGraph, batch: Sequence[Tensor], weight: float = 1.0, places: Sequence[Tensor] = ()
-    ) -> Sequence[Tensor]:
+    def _run(self, graph: StepGraph, batch: Sequence[Tensor], weight: float = 1.0) -> Sequence[Tensor]:
         try:
-            return graph.run(self._tensors, batch, weight, places)
+            return graph.run(self._tensors, batch, weight)
         except RuntimeError as error:  # the operator's own words come last
             said = str(error).strip().rpartition("Error: ")[2]
             raise RuntimeError(f"{said} (compile=false says in which line of the model)") from error
@@ -190,14 +185,8 @@ class StepGraphs:
         """Return the graph for a batch (None: it is to be made), compared with the model, which is left as it is."""
         whole = self._whole
 
-        def differentiated(batch: Sequence[Tensor]) -> Sequence[Tensor]:
-            if not (graph.writes and self._delta is not None):
-                return self._run(graph, batch)
-            places = self._delta().views.parameters
-            return *self._run(graph, batch, 1.0, places), *places
-
         def run(inputs: Tree) -> Tensor:
-            loss: Tensor = Differentiated.apply(differentiated, leaves(inputs), *graph.parameters)  # type: ignore[no-untyped-call]
+            loss: Tensor = Differentiated.apply(partial(self._run, graph), leaves(inputs), *graph.parameters)  # type: ignore[no-untyped-call]
             return loss
 
         # The same operators in the same order, but a device may choose its kernels by what else it is doing.
@@ -273,11 +262,12 @@ def traced_step(
     with warnings.catch_warnings(action="ignore"):
         torch.clear_autocast_cache()  # of weights that the model itself has cast
         traced = trace(step, list(named.values()), batch, [weight])
-        writes = delta is not None and used == (state := delta()).layout.parameter_names
-        if writes:
+        if delta is not None and used == (state := delta()).layout.parameter_names:
             write_outputs(traced, state.views.parameters)
+        else:
+            delta = None
         operators, constants = operators_of(traced)
-    return StepGraph(operators, constants, [named[name] for name in used], weight, writes=writes)
+    return StepGraph(operators, constants, [named[name] for name in used], weight, delta=delta)
 
 
 def form_of(tree: Tree) -> Hashable:

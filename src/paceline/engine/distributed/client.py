@@ -210,8 +210,6 @@ class AllReduceClient(RankClient, GradientSink):
         if self._overlap is not None:
             self._overlap.flush()
         statuses = self._exchanged(status, step, coordinator.decisions.version)
-        if coordinator.late is not None:
-            coordinator.late.combined = self._sync.combined
         if self._overlap is not None:
             self._overlap.wait(of_step(step))
 

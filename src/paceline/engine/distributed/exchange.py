@@ -6,6 +6,7 @@ statuses alone, and the ranks that have the same part of A in other replicas sum
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -108,7 +109,7 @@ class GradientSync:
     contribution: ReduceBuffer | None = None
     turns: Turns | None = None
     on_device: bool = False
-    combined: LateNumbers | None = None
+    combined: ClassVar[LateNumbers | None] = None
     """See :class:`ModelParallelSync`; here the norm of the sum is measured where it is applied."""
 
     @property

@@ -182,7 +182,7 @@ class FsdpModule:
         self.absent = False
         """Whether this rank makes a shadow pass: its gradients don't count."""
         self.late = False
-        """Whether nobody has asked if gradients are finite."""
+        """Whether loss and finite stay on the device for now: ``Measured.late``."""
         self._finite, self.largest = True, list[Tensor]()
         """What is known of this rank's gradients; on a device the largest element of each layer's, read once."""
         fsdp = importlib.import_module("torch.distributed.fsdp")  # half a second, only where FSDP is used

@@ -63,20 +63,15 @@ class FsdpReplica(Replica):
         _autograd: of the sharded module, its layout without parameters.
         _module: the parameters of that module.
         _weight: number of samples -> weight of such a batch in the sum.
-        _late: whether loss and finite stay on the device for now: ``Measured.late``.
     """
 
     _autograd: Autograd
     _module: FsdpModule
     _weight: Callable[[int], float]
-    _late: bool = False
     _losses: float = field(default=0.0, init=False)
     _unread: list[tuple[Tensor, int]] = field(default_factory=list, init=False)
     """Loss and samples of each micro-step of this Δ, where they are read late."""
     _samples: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        self._module.late = self._late
 
     def adopt(self, state: FlatState) -> None:
         self._autograd.bind(state)
@@ -88,7 +83,7 @@ class FsdpReplica(Replica):
             return math.nan
         weight, loss = self._weight(batch.samples), math.nan
         try:
-            if self._late:
+            if self._module.late:
                 self._unread.append((self._autograd.differentiate(batch, clock, weight)[0], batch.samples))
             else:
                 loss = self._autograd.backward(batch, clock, weight)
@@ -109,7 +104,7 @@ class FsdpReplica(Replica):
             self._autograd.write_buffers(out)
         if not self._samples:
             return Measured(math.nan, 0, True)
-        if self._late:
+        if self._module.late:
             return Measured(math.nan, self._samples, True, late=LateFigures(self._unread, self._module.largest))
         loss = self._losses / self._samples
         return Measured(loss, self._samples, self._module.all_finite() and math.isfinite(loss))

@@ -14,6 +14,7 @@ from typing import final
 import torch
 
 from paceline.core.types import Clock, ReplicaId
+from paceline.engine.distributed.exchange import GradientSync, ModelParallelSync
 from paceline.engine.distributed.norms import NO_NORM, NoiseObserver
 from paceline.engine.distributed.rank_status import DeltaNorm, RankStatus, StatusKind, by_replica
 from paceline.engine.loop import nonfinite_error
@@ -31,7 +32,7 @@ class LateLosses:
         context: of this rank.
         history: receives the losses.
         replicas: P; the ranks of one are neighbours.
-        dtype: of the table of statuses, which rounds them.
+        sync: the exchange of the statuses, whose table rounds losses; it may have measured norms of sums.
         noise: receives the norms; None: the gradient noise scale is not measured.
     """
 
@@ -40,17 +41,15 @@ class LateLosses:
         context: RankContext,
         history: RunHistory,
         replicas: int,
-        dtype: torch.dtype,
+        sync: GradientSync | ModelParallelSync,
         noise: NoiseObserver | None,
     ) -> None:
-        self._context, self._history, self._dtype, self._noise = context, history, dtype, noise
+        self._context, self._history, self._sync, self._noise = context, history, sync, noise
         self._replicas = replicas
         self._own: LateFigures | None = None
         """Of this rank's newest Δ."""
         self._norm: LateNumbers | None = None if noise is None else NO_NORM
         """The norms of that Δ."""
-        self.combined: LateNumbers | None = None
-        """Squared norm of the sum of all Δs with it, where each rank measures its own elements; None: all have it."""
         self._unread: list[tuple[ReplicaId, Clock, int]] = []
         """Replica, number and samples of the Δs that have arrived and were not read, in the order of their arrival."""
 
@@ -58,7 +57,7 @@ class LateLosses:
         """Return what is known of this rank's Δ before: loss, whether it was finite, norms; then keep these."""
         before, self._own = self._own, own
         figures = *self._read(before), self._read_norm()
-        self._norm, self.combined = norm, None
+        self._norm = norm
         return figures
 
     def arrived(self, replica: ReplicaId, clock: Clock, samples: int) -> None:
@@ -87,7 +86,7 @@ class LateLosses:
             return
         loss, finite = self._read(self._own)
         if self._context.communicator is not None:
-            loss = float(torch.tensor(loss, dtype=self._dtype))
+            loss = float(torch.tensor(loss, dtype=self._sync.dtype))
         norm = self._read_norm()
         own = RankStatus(StatusKind.delta, 0, finite, stop=False, loss=loss, entered_ns=0, norm=norm)
         self.take(by_replica(self._context.gather(own, "the others' losses"), self._replicas))
@@ -103,5 +102,6 @@ class LateLosses:
     def _read_norm(self) -> DeltaNorm | None:
         if self._norm is None:
             return None
-        norm: DeltaNorm = self._norm.read()
-        return norm if self.combined is None else norm._replace(combined=self.combined.read())
+        norm, combined = self._norm.read(), self._sync.combined  # of the exchange in which that Δ was
+        own: DeltaNorm = norm if combined is None else norm._replace(combined=combined.read())
+        return own

@@ -255,7 +255,8 @@ class WholeModelShard(RankShard):
         communicator = self._setup.context.communicator
         if communicator is not None:
             autograd.before_reading = functools.partial(communicator.reached, "the layers of its step")
-        return FsdpReplica(autograd, self.fsdp, weight, self.late)
+        self.fsdp.late = self.late
+        return FsdpReplica(autograd, self.fsdp, weight)
 
     def held(self) -> HeldTensors:
         setup, first = self._setup, self._setup.context.is_first

@@ -144,8 +144,8 @@ class ReplicatedCoordinator:
         self.late: LateLosses | None = None
         """Losses that a status has of the Δ before its own; None: of its own."""
         if shard.late and shard.status_sync is not None:
-            dtype = shard.status_sync.dtype
-            self.late = LateLosses(rank_context, self.loop.history, context.replicas, dtype, shard.noise)
+            history, sync = self.loop.history, shard.status_sync
+            self.late = LateLosses(rank_context, history, context.replicas, sync, shard.noise)
             self.loop.history.read_late = self.late.settle
         self.decisions = self.loop.coordinator
         self.now = self.loop.start_s

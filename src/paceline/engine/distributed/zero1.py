@@ -17,12 +17,12 @@ be gathered::
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor
 
-from paceline.comm.shm.collectives import Taken
 from paceline.comm.shm.process_group import NAME as SHM
 from paceline.core.types import Version
 from paceline.engine.distributed.gradient_buckets import GradientBuckets, apart_pays, cut_apart
@@ -172,17 +172,14 @@ class ZeroOptimizer(Update):
         group = self._group
         assert group is not None, "others share A"
         kernel = optimizer.kernel(rate)
+
+        def step(a: Tensor, state: StateVectors, start: int, piece: Tensor) -> None:
+            part = slice(start, start + piece.numel())
+            kernel.step(a[part], a[part], piece, [v[part] for v in state], factor, consumes=True)
+
         vectors = iter(zip(optimizer.state.parameters, optimizer.state_vectors, strict=True))
-
-        def stepping(a: Tensor, state: StateVectors) -> Taken:
-            def taken(start: int, piece: Tensor) -> None:
-                part = slice(start, start + piece.numel())
-                kernel.step(a[part], a[part], piece, [v[part] for v in state], factor, consumes=True)
-
-            return taken
-
         works = [
-            each.begin_reduce_scatter(group, part, stepping(*next(vectors)) if each.own.block.elements else None)
+            each.begin_reduce_scatter(group, part, partial(step, *next(vectors)) if each.own.block.elements else None)
             for each, part in zip(self._shared, self._given(), strict=True)
         ]
         self._finish(group, works, "the reduce-scatter of Δ")

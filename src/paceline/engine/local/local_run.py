@@ -43,7 +43,7 @@ from paceline.engine.scaling import scaling_files
 from paceline.engine.server_optimizer import ServerOptimizer
 from paceline.engine.spmd.capturing import preparing
 from paceline.engine.worker_metrics import SpanLog, training_spans, worker_figures, workers_file
-from paceline.replica.flat_state import write
+from paceline.replica.flat_state import FlatState, write
 from paceline.replica.noise_estimator import NoiseEstimator
 from paceline.replica.optimizer_state import whole_chunks
 from paceline.trace.recorder import read_packed
@@ -93,14 +93,7 @@ class LocalRun:
         closing.callback(self._arena.close)
         self._own_states = OwnStates.of(self._arena)
         digest = state.digest()
-        if job.resume is not None and optimizer is not None:
-            optimizer.restore(job.resume)
-        elif job.resume is not None:  # replicas write A in place, with optimizers of their own
-            job.resume.checkpoint.read_into(whole_chunks(state))
-        first = self._arena.version(0).copy_(state)
-        if optimizer is not None:
-            optimizer.state = first
-            optimizer.flat_optimizer.point_at(first)
+        self._place(state)
         self._spans = SpanLog(job.trace, SERVER)
         closing.callback(self._spans.close)
         self._workers = workers = WorkerProcesses(fork_server, self._arena, self._shared_job, job, watch, entry)
@@ -140,6 +133,18 @@ class LocalRun:
             job, context, self._arena, self._server, workers, self._loop, self._take, self._now, self._paused_until
         )
         self._membership = ReplicaMembership(parts)
+
+    def _place(self, state: FlatState) -> None:
+        """Have A in the arena, as it is at first or where the run goes on."""
+        resume, optimizer = self._job.resume, self._optimizer
+        if resume is not None and optimizer is not None:
+            optimizer.restore(resume)
+        elif resume is not None:  # replicas write A in place, with optimizers of their own
+            resume.checkpoint.read_into(whole_chunks(state))
+        first = self._arena.version(0).copy_(state)
+        if optimizer is not None:
+            optimizer.state = first
+            optimizer.flat_optimizer.point_at(first)
 
     def outcome(self) -> Outcome:
         """Run to the end."""

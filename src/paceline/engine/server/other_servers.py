@@ -334,7 +334,7 @@ def _told(link: _Link) -> str | None:
     except OSError:
         return None
     if link.reason_bytes is not None:
-        return _failure(come[: link.reason_bytes])
+        return _failure(come[: link.reason_bytes]) if come else None
     for at in range(0, len(come) - STAGED.size + 1, STAGED.size):
         replica, _, size, _ = STAGED.unpack_from(come, at)
         if replica == FAILED:
