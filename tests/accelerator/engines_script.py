@@ -19,8 +19,8 @@ if kind == SIMULATED:
 size, engine = LaunchEnv.current().size, f"distributed:{backend}"
 cases = [(name, text) for name in ("momentum", "clipped") for text in OF_TWO]
 cases += [*(("momentum", text) for text in UNFLUSHED), *((name, "replicas=2") for name in PROGRAMS)]
-if kind == SIMULATED:  # each type of device draws numbers of its own
-    cases += [("dropout", text) for text in ("stages=2", "shards=2")]
+if kind == SIMULATED:  # types draw other numbers, and so do stages that are cut elsewhere
+    cases += [("dropout", text) for text in ("stages=2 cuts=2", "shards=2")]
 found, order = {}, dict[str, list[str]]()
 for name, text in cases if size == 2 else [("clipped", text) for text in OF_FOUR]:
     asked.clear()
