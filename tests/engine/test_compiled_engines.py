@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from paceline import train
 from paceline.engine.local.engine import LocalEngine
@@ -23,10 +24,13 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEngine]:
         yield local
 
 
+MODULE = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 1.0], dtype=torch.float64))
+"""A loss that is a module, with a tensor of its own."""
+
 RUNS = {
-    "replicas=2 accumulate=2": {"model": programs.dropout},
-    "replicas=1 stages=2 cuts=2 micro_batches=2": {"model": programs.dropout},
-    "replicas=1 shards=2": {"model": programs.wide},
+    "replicas=2 accumulate=2": {"model": programs.dropout, "loss": MODULE},
+    "replicas=1 stages=2 cuts=2 micro_batches=2": {"model": programs.dropout, "loss": MODULE},
+    "replicas=1 shards=2": {"model": programs.wide, "loss": MODULE},
 }
 
 

@@ -113,7 +113,7 @@ class WithLoss(nn.Module):
 
     def __init__(self, program: Program, model: nn.Module) -> None:
         super().__init__()
-        self._model, self._loss = (model,), program.loss  # a tuple, so that it is not registered as a child
+        self._model, self._loss = (model,), (program.loss,)  # tuples, so that neither is registered as a child
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self.training = model.training
@@ -122,8 +122,8 @@ class WithLoss(nn.Module):
 
     def forward(self, inputs: Tree, target: Tree) -> Tensor:
         """Return the loss, one number."""
-        (model,) = self._model
-        return self._loss(call(model, inputs), target)
+        (model,), (loss,) = self._model, self._loss
+        return loss(call(model, inputs), target)
 
     def train(self, mode: bool = True) -> "WithLoss":
         """Set the mode, of the model too, whose forward may look at it."""
