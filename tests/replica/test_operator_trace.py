@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.core.errors import InputError
@@ -119,6 +120,36 @@ def test_outputs_are_written_where_they_belong(shift: int) -> None:
 def test_what_depends_on_values_is_refused(function: Callable[[Tensor], Any]) -> None:
     with pytest.raises(InputError, match="it asks for the values of a tensor"):
         trace(lambda given: [function(given[0])], [torch.ones(3)])
+
+
+def test_a_refusal_that_is_caught() -> None:
+    def caught(x: Tensor) -> Tensor:
+        try:
+            return x * x.sum().item()
+        except Exception:
+            return x
+
+    with pytest.raises(InputError, match="asks for the values of a tensor"):
+        trace(lambda given: [caught(given[0])], [torch.ones(3)])
+
+
+def test_numbers_that_are_drawn_for_nothing_are_drawn() -> None:
+    def draws(given: Sequence[Tensor]) -> list[Tensor]:
+        (x,) = given
+        torch.rand_like(x)
+        x.clone().uniform_()
+        F.dropout(x)
+        return [F.dropout(x)]
+
+    x = torch.ones(64)
+    run, _ = operators_of(trace(draws, [x]))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        expected = draws([x])
+        torch.manual_seed(seed)
+        found = run(x)
+        assert len(found) == 1
+        assert torch.equal(found[0], expected[0])
 
 
 def test_an_index_by_numbers_is_none_by_values() -> None:

@@ -81,7 +81,27 @@ def operators_of(module: GraphModule) -> tuple[Operators, list[Tensor]]:
         if node.op == "call_function":
             builder.add_call(node)
     (output,) = module.graph.find_nodes(op="output")
-    return builder.function(output.args[0]), [getattr(module, str(node.target)) for node in constants]
+    results, drawn = list(output.args[0]), _drawn_for_nothing(nodes, output)
+    function = builder.function([*results, *drawn])
+    if drawn:  # TorchScript leaves out an operator whose results nobody has, and later ones would draw its numbers
+        with_drawn = function
+
+        def function(*inputs: Tensor) -> Sequence[Tensor]:
+            return with_drawn(*inputs)[: len(results)]
+
+    return function, [getattr(module, str(node.target)) for node in constants]
+
+
+def _drawn_for_nothing(nodes: Sequence[Node], output: Node) -> list[Node]:
+    """Return the operators that draw random numbers on which no output depends."""
+    needed, others = set[Node](), [output]
+    while others:
+        node = others.pop()
+        if node not in needed:
+            needed.add(node)
+            others += node.all_input_nodes
+    calls = [node for node in nodes if isinstance(node.target, OpOverload) and node not in needed]
+    return [node for node in calls if torch.Tag.nondeterministic_seeded in node.target.tags]  # type: ignore[union-attr]
 
 
 @contextmanager

@@ -51,8 +51,10 @@ def trace(function: Callable[..., Sequence[Tensor]], *groups: Sequence[Tensor]) 
     own = [[tensor.detach().requires_grad_(tensor.requires_grad) for tensor in group] for group in groups]
     recorder = _Recorder([tensor for group in own for tensor in group])
     try:
-        with _Reads(), recorder:
+        with _Reads(recorder), recorder:
             outputs = function(*own)
+        if recorder.refused is not None:
+            raise recorder.refused
         recorder.graph.output(tuple(recorder.node_of(output) for output in outputs))
     finally:
         recorder.restore()
@@ -65,6 +67,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph, self.constants = Graph(), nn.Module()
+        self.refused: InputError | None = None
+        """Why there is no graph; the function may have caught it."""
         self._nodes: Any = WeakTensorKeyDictionary()  # what nobody else needs is freed
         self._given = defaultdict[int, list[Tensor]](list)
         """Inputs and constants whose memory was not written, by that."""
@@ -84,10 +88,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del types
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
-            raise InputError(f"it calls {func}, which is no operator of PyTorch's")
+            raise self.refusal(f"it calls {func}, which is no operator of PyTorch's")
         by_numbers = func is _INDEX and all(index is None or index.dtype not in _MASKS for index in args[1])
         if not (by_numbers or _BY_VALUE.isdisjoint(func.tags)):
-            raise InputError(f"it asks for the values of a tensor ({func}), which a graph does not")
+            raise self.refusal(f"it asks for the values of a tensor ({func}), which a graph does not")
         if func is _LIFT:  # a tensor made of numbers is made anew by each run, and may be written
             func = _COPY
         node = self.graph.call_function(func, *map_aggregate((tuple(args), kwargs), self._argument))
@@ -101,6 +105,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if isinstance(each, Tensor):
                     self._note(each, self.graph.call_function(operator.getitem, (node, number)))
         return result
+
+    def refusal(self, reason: str) -> InputError:
+        """Return an error, which is kept."""
+        self.refused = InputError(reason)
+        return self.refused
 
     def node_of(self, tensor: Tensor) -> Node:
         """Return the node of a tensor; one that was there before the run is a constant of the graph."""
@@ -143,10 +152,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Reads(TorchFunctionMode):
     """Refuses what reads a tensor's memory without an operator."""
 
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         del types
         if func in _READS:
-            raise InputError(f"it asks for the values of a tensor ({func.__name__}), which a graph does not")
+            raise self._recorder.refusal(
+                f"it asks for the values of a tensor ({func.__name__}), which a graph does not"
+            )
         return func(*args, **(kwargs or {}))
