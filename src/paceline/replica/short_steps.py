@@ -28,7 +28,7 @@ from paceline.replica.base import Batch
 from paceline.replica.flat_state import FlatState
 from paceline.replica.module_utils import preserve_state
 from paceline.replica.operator_list import PlainSteps
-from paceline.replica.pure_forward import GlobalName, pure
+from paceline.replica.pure_forward import Setting, pure
 from paceline.replica.step_graph import MOST, StepGraphs, form_of
 
 SHORT_STEP_NS: Final[Nanoseconds] = 2_000_000
@@ -43,7 +43,7 @@ class ShortStepGraphs(StepGraphs):
         module: the model, in training mode.
         device: of the model.
         after_s: time of steps of one form before it is traced.
-        reads: global names that forward and loss read; while one has another value, all steps are as they are.
+        reads: what forward and loss read from outside; while one has another value, all steps are as they are.
         delta: as :class:`StepGraphs`.
     """
 
@@ -53,7 +53,7 @@ class ShortStepGraphs(StepGraphs):
         module: nn.Module,
         device: torch.device,
         after_s: Seconds,
-        reads: Sequence[GlobalName] = (),
+        reads: Sequence[Setting] = (),
         delta: Callable[[], FlatState] | None = None,
     ) -> None:
         super().__init__(program, module, device, delta)
