@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 import paceline
 from paceline import InputError, Program, Run, train
 from paceline.api.train import check, open_engine
+from paceline.device import kept_generators
 from paceline.engine.virtual.engine import VirtualEngine
 from tests.engine import programs
 
@@ -385,3 +387,25 @@ def test_progress_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(p.fraction, p.updates, p.gradients) for p in told] == [(0.0, 0, 0), (0.5, 5, 10), (1.0, 10, 20)]
     assert told[0].loss is None
     assert told[1].loss > 0
+
+
+def test_a_model_is_made_while_a_run_ends_in_another_thread() -> None:
+    entered, making = threading.Event(), threading.Event()
+
+    def run() -> None:
+        with kept_generators([]):  # as a run does
+            entered.set()
+            making.wait(60.0)
+
+    other = threading.Thread(target=run)
+    other.start()
+    assert entered.wait(60.0)
+
+    def make() -> nn.Module:
+        making.set()
+        other.join(0.2)  # it restores torch's generator now, if it may
+        return nn.Linear(3, 2)
+
+    made, alone = (programs.program(model=each).build() for each in (make, lambda: nn.Linear(3, 2)))
+    other.join()
+    assert torch.equal(made.weight, alone.weight)

@@ -7,6 +7,7 @@ types differ in; everything else is tensors.
 import contextlib
 import functools
 import random
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -91,15 +92,29 @@ def seed(number: int, device: torch.device) -> None:
             module.manual_seed(number)
 
 
+# Threads share torch's generator. A run in one of them restores it at its end, while another makes a model, say.
+_GENERATOR = threading.RLock()
+
+
 @contextlib.contextmanager
 def kept_generators(devices: Iterable[torch.device]) -> Iterator[None]:
     """Context manager: torch's generators of the CPU and of these devices are restored afterwards."""
-    with contextlib.ExitStack() as closing:
-        closing.enter_context(torch.random.fork_rng(devices=[]))
-        for device in devices:
-            if device != CPU:
-                forked = torch.random.fork_rng(devices=[device.index or 0], device_type=device.type)
-                closing.enter_context(forked)
+    kept = contextlib.ExitStack()
+    kept.enter_context(torch.random.fork_rng(devices=[]))
+    for device in devices:
+        if device != CPU:
+            kept.enter_context(torch.random.fork_rng(devices=[device.index or 0], device_type=device.type))
+    try:
+        yield
+    finally:
+        with _GENERATOR:
+            kept.close()
+
+
+@contextlib.contextmanager
+def exclusive_generator() -> Iterator[None]:
+    """Context manager: torch's generator of the CPU is this thread's alone, and is restored afterwards."""
+    with _GENERATOR, torch.random.fork_rng(devices=[]):
         yield
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, TypeGuard
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from paceline.core.errors import InputError
 from paceline.data_checks import check_data
-from paceline.device import CPU, moved
+from paceline.device import CPU, exclusive_generator, moved
 from paceline.loaders import program_fields
 
 # A tensor, or tuples, lists and dicts of trees.
@@ -27,10 +26,6 @@ BatchSource: TypeAlias = Callable[[int, int, int], Iterable[tuple[Tree, Tree]]]
 Data: TypeAlias = Dataset[Any] | Sequence[Any] | tuple[Tree, Tree]
 OptimizerFactory: TypeAlias = Callable[[Any], Optimizer]
 Precision: TypeAlias = Literal["fp32", "bf16"]
-
-
-# Threads share torch's generator: two models made at once would take each other's numbers.
-_GENERATOR = threading.RLock()
 
 
 def no_loss(output: Tree, target: Tree) -> Tensor:
@@ -178,8 +173,7 @@ class Program:
 
     def build(self) -> nn.Module:
         """Return the module with the parameters A_0: the same bits in every process; torch's own seed stays."""
-        # The generator's state is restored afterwards, and no other thread draws from it meanwhile.
-        with _GENERATOR, torch.random.fork_rng(devices=[]):
+        with exclusive_generator():
             torch.default_generator.manual_seed(self.seed)
             module: Any = self.model()
         if not isinstance(module, nn.Module):

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset
 
 from paceline.checkpoint.code_digest import PYTHON, call_text, code_digest, digest_of, value_text
+from paceline.device import exclusive_generator
 from paceline.program import Program, as_tensors, is_source, leaves, length
 
 # Samples that are read of a data set, and rows of one that is in tensors.
@@ -203,7 +204,7 @@ def _positions(samples: int, count: int) -> list[int]:
 def _fixed_generators() -> Iterator[None]:
     """Context manager: seed the generators that data sets draw from, and restore them."""
     python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
+    with exclusive_generator():
         torch.default_generator.manual_seed(0)
         random.seed(0)
         np.random.seed(0)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from paceline.checkpoint.fingerprint import fingerprint, optimizer_fields, scheduler_text
 from paceline.comm.shared_memory import SpillAllocator
 from paceline.core.errors import InputError, PacelineError
+from paceline.device import exclusive_generator
 from paceline.engine.program_modules import program_modules
 from paceline.optim.lbfgs import LossOptimizer
 from paceline.optim.several import OptimizerOfParts
@@ -75,7 +76,7 @@ def dry_run(program: Program, batch: Batch | None, *, few: bool = False) -> DryR
 
 def _step(program: Program, batch: Batch | None) -> DryRun:
     """Make the step, with all samples of this batch; None: without it."""
-    with torch.random.fork_rng(devices=[]):
+    with exclusive_generator():
         with _named("model() failed"):
             module = materialize(program, SpillAllocator()).train()
         lazy = [n for n, t in (*module.named_parameters(), *module.named_buffers()) if is_lazy(t)]

@@ -46,9 +46,9 @@ def test_alone_it_is_the_plain_loop(served: Serve, make: str, policy: str) -> No
         own = loader(BATCH)
         own_loops.train(model, optimizer, lambda: worker.data(own))
         assert (worker.replica, len(worker.data(own))) == (0, 6)
+    run = server.run()
     expected = own_loops.plain(own_loops.MAKERS[make])
     equal(state_of(model), expected)
-    run = server.run()
     equal(dict(run.state), expected)
     assert run.summary["updates"] == 18
     assert run.left == []

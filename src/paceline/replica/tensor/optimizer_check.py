@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.core.errors import InputError
+from paceline.device import exclusive_generator
 from paceline.replica.flat_optimizer import FlatOptimizer
 from paceline.replica.flat_state import DtypeBuffer, FlatLayout, FlatState
 from paceline.replica.optimizer_factory import OptimizerFactory, optimizer_of_part
@@ -65,7 +66,7 @@ def refuse_unless_elementwise(
     layout = FlatLayout(tuple(DtypeBuffer(torch.float64, block.entries) for block in blocks), ())
     trial = _Trial(make, whole, shards)
     values, gradients = layout.new(), layout.new()
-    with torch.random.fork_rng(devices=[]):
+    with exclusive_generator():
         torch.manual_seed(_SEED)
         for vector in (*values.parameters, *gradients.parameters):
             vector.normal_()
