@@ -2,15 +2,16 @@
 
     python benchmarks/limits/one_replica.py
 
-The plain loop draws a permutation of the samples, and of each batch of it clears the gradients, computes loss and
-backward, and steps. Paceline's steps are those of the default, graphs after a while, for these models are pure; graphs
-from the first one (compile=graph); and steps as they are, of models that are not pure, for they count their calls. All
-take turns; a ratio is the median of the turns'.
+The plain loop of the same model draws a permutation of the samples, and of each batch of it clears the gradients,
+computes loss and backward, and steps. Paceline's steps are those of the default, graphs after a while, for these models
+are pure; graphs from the first one (compile=graph); and steps as they are, of models that are not pure, for they count
+their calls. All take turns; a ratio is the median of the turns'.
 """
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -131,19 +132,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with ENGINES[name]() as engine:
             for model in said.models:
                 for optimizer in said.optimizers:
-                    program = program_of(model, optimizer)
-                    turns = [
-                        (
-                            plain_us(program, said.steps),
-                            *(paceline_us(engine, model, optimizer, said.steps, side) for side in said.sides),
-                        )
-                        for _ in range(said.pairs)
-                    ]
-                    plain, *sides = zip(*turns, strict=True)
-                    for side, ours in zip(said.sides, sides, strict=True):
+                    for side, plain, ours in turns(engine, model, optimizer, said):
                         ratio = median(mine / theirs for mine, theirs in zip(ours, plain, strict=True))
                         what = f"| {model} | {optimizer} | {name} | {side} "
                         print(f"{what}| {median(plain):.0f} | {median(ours):.0f} | {ratio:.3f} |", flush=True)
+
+
+def turns(
+    engine: Engine, model: str, optimizer: str, said: argparse.Namespace
+) -> Iterator[tuple[str, Sequence[float], Sequence[float]]]:
+    """Yield each side with the microseconds of each turn, of the plain loop of the same model and of Paceline."""
+    programs = {
+        counts: program_of(model, optimizer, counts=counts) for counts in {SIDES[side][1] for side in said.sides}
+    }
+    plain, ours = defaultdict[bool, list[float]](list), defaultdict[str, list[float]](list)
+    for _ in range(said.pairs):
+        for counts, program in programs.items():
+            plain[counts].append(plain_us(program, said.steps))
+        for side in said.sides:
+            ours[side].append(paceline_us(engine, model, optimizer, said.steps, side))
+    for side in said.sides:
+        yield side, plain[SIDES[side][1]], ours[side]
 
 
 if __name__ == "__main__":

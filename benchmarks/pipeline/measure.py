@@ -34,7 +34,7 @@ from paceline.core.errors import InputError
 HERE = Path(__file__).parent
 
 PAIRS = 15
-TURN_S = 0.3
+TURN_S = 1.4
 
 WHOLE = {
     "stages": [2, 4], "schedules": list(SCHEDULES), "sizes": ["large", "small"], "backends": ["shm", "gloo"],

@@ -343,6 +343,20 @@ def log_by_another_name(self: Any, x: Tensor) -> Tensor:
     return x
 
 
+def catches(self: Any, x: Tensor) -> Tensor:
+    try:
+        return torch.linalg.cholesky(x)  # type: ignore[no-any-return]
+    except RuntimeError:
+        return x
+
+
+def catches_all(self: Any, x: Tensor) -> Tensor:
+    try:
+        return torch.linalg.cholesky(x)  # type: ignore[no-any-return]
+    except:  # noqa: E722 (that is what it is about)
+        return x
+
+
 def makes_an_object(self: Any, x: Tensor) -> Tensor:
     return Config().counted * x
 
@@ -411,7 +425,7 @@ IMPURE: dict[str, nn.Module] = {
     **{each.__name__: of(each) for each in (attribute, a_list, a_list_by_a_name, item, printed, a_default, seeds)},
     **{each.__name__: of(each) for each in (sets_a_mode, under_autocast, by_a_name, imports, another_self, backward)},
     **{each.__name__: of(each) for each in (an_item_of_the_input, an_item_by_another_name, an_item_of_what_there_is)},
-    **{each.__name__: of(each) for each in (a_dict, log_by_another_name, makes_an_object)},
+    **{each.__name__: of(each) for each in (a_dict, log_by_another_name, makes_an_object, catches, catches_all)},
     "a closure that counts": of(counting()),
     "a closure that keeps": of(keeping()),
     "the class below, which counts": Above(),

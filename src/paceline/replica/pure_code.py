@@ -212,8 +212,10 @@ class CodeReader(ABC):
         return looked_at.part if loads and receiver is not None and words == receiver else UNKNOWN
 
     def _changes(self, looked_at: Code, made: Sequence[Instruction], value: Any) -> bool:
-        """Return whether an instruction writes what was there before the call, or may have somebody else do so."""
+        """Return whether an instruction writes what was there before, may have somebody do so, or catches errors."""
         (kind, words, _, _), receiver = made[-1], looked_at.receiver
+        if len(made) > 1 and made[-2].kind == "PUSH_EXC_INFO":
+            return kind != "WITH_EXCEPT_START"  # what is caught may depend on values
         if kind == "STORE_SUBSCR":
             place = _place_of_item(made[:-1])
             return place is None or place == receiver or not looked_at.makes(place)

@@ -108,7 +108,7 @@ def _is_setting(value: object, *, lists: bool = False) -> bool:
         value: an attribute's.
         lists: whether lists and dicts of settings are settings, too, because who reads them does not change them.
     """
-    if isinstance(value, (tuple, list, dict) if lists else tuple):
+    if isinstance(value, tuple) or (lists and type(value) in (list, dict)):
         return all(_is_setting(each, lists=lists) for each in (value.values() if isinstance(value, dict) else value))
     return isinstance(value, (*_SETTINGS, Tensor, weakref.ref))
 
