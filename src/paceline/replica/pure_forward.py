@@ -101,7 +101,7 @@ def _is_of_torch(kind: type) -> bool:
     return kind.__module__.startswith(_LAYERS)
 
 
-def _is_setting(value: object, *, lists: bool = False) -> bool:
+def _is_setting(value: Any, *, lists: bool = False) -> bool:
     """Return whether nobody can change a value but by putting another in its place.
 
     Args:
