@@ -42,6 +42,12 @@ class Sheet:
             writer.writerows(self._rows.values())
         beside.replace(self.path)
 
+    def drop(self, **wanted: str) -> None:
+        """Forget the rows with these values; the file has them until the next one is put."""
+        for key, row in list(self._rows.items()):
+            if wanted.items() <= row.items():
+                del self._rows[key]
+
     def _key(self, row: Mapping[str, str]) -> tuple[str, ...]:
         return tuple(row[name] for name in self._keys)
 

@@ -53,6 +53,7 @@ def fill(said: argparse.Namespace, sheet: Sheet) -> None:
             bar.update(bar.task_ids[0], description=", ".join(names))
             told = run(LIMITS[names[0]])
             for name in names:
+                sheet.drop(row=name)  # the worst of several may have been another one
                 for figure in LIMITS[name].figures(told):
                     row = {"row": name, "label": figure.label, "value": f"{figure.value:.3f}"}
                     bound = "" if figure.bound is None else f"{figure.bound:.3f}"

@@ -103,6 +103,9 @@ def test_a_row_is_measured_once_and_told_on_the_page(
     before = sheet.read_text(encoding="utf-8")
     assert measure.main(words) == 0
     assert sheet.read_text(encoding="utf-8") == before  # nothing was measured again
+    sheet.write_text(before.replace(", distributed", ", elsewhere"), encoding="utf-8")
+    assert measure.main([*words, "--again"]) == 0
+    assert "elsewhere" not in sheet.read_text(encoding="utf-8"), "a label that is no more is dropped"
     assert measure.main(["--page", "--out", str(tmp_path)]) == 0
     text = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert "| one replica's step ÷ the plain loop's, one thread | mlp, sgd, distributed |" in text
