@@ -142,9 +142,8 @@ def turns(
     engine: Engine, model: str, optimizer: str, said: argparse.Namespace
 ) -> Iterator[tuple[str, Sequence[float], Sequence[float]]]:
     """Yield each side with the microseconds of each turn, of the plain loop of the same model and of Paceline."""
-    programs = {
-        counts: program_of(model, optimizer, counts=counts) for counts in {SIDES[side][1] for side in said.sides}
-    }
+    kinds = sorted({SIDES[side][1] for side in said.sides})
+    programs = {counts: program_of(model, optimizer, counts=counts) for counts in kinds}
     plain, ours = defaultdict[bool, list[float]](list), defaultdict[str, list[float]](list)
     for _ in range(said.pairs):
         for counts, program in programs.items():

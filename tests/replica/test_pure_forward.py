@@ -483,6 +483,7 @@ def test_a_package_that_imports_what_it_is_asked_for(monkeypatch: pytest.MonkeyP
     lazy.__getattr__ = lambda name: importlib.import_module(f"no_such_{name}")  # type: ignore[method-assign]
     monkeypatch.setitem(globals(), "SCALE", lazy)
     assert not is_pure(of(lambda _, x: x * SCALE.package), F.mse_loss)  # type: ignore[attr-defined]
+    assert not is_pure(of(lambda _, x: SCALE.sum(x)), F.mse_loss)  # type: ignore[attr-defined]
 
 
 def test_another_forward_of_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,14 +82,11 @@ def operators_of(module: GraphModule) -> tuple[Operators, list[Tensor]]:
             builder.add_call(node)
     (output,) = module.graph.find_nodes(op="output")
     results, drawn = list(output.args[0]), _drawn_for_nothing(nodes, output)
-    function = builder.function([*results, *drawn])
-    if drawn:  # TorchScript leaves out an operator whose results nobody has, and later ones would draw its numbers
-        with_drawn = function
-
-        def function(*inputs: Tensor) -> Sequence[Tensor]:
-            return with_drawn(*inputs)[: len(results)]
-
-    return function, [getattr(module, str(node.target)) for node in constants]
+    made, own = builder.function([*results, *drawn]), [getattr(module, str(node.target)) for node in constants]
+    if not drawn:
+        return made, own
+    # TorchScript leaves out an operator whose results nobody has, and later ones would draw its numbers.
+    return lambda *inputs: made(*inputs)[: len(results)], own
 
 
 def _drawn_for_nothing(nodes: Sequence[Node], output: Node) -> list[Node]:
@@ -150,8 +147,9 @@ class _GraphBuilder:
             self._values[node] = results[0] if len(results) == 1 else results
 
     def function(self, outputs: Sequence[Node]) -> Operators:
-        """Return the function that returns these results."""
-        values = [self._values[node] for node in outputs]
+        """Return the function that returns these results, of an operator that has several the first."""
+        found = [self._values[node] for node in outputs]
+        values = [each[0] if isinstance(each, list) else each for each in found]
         tuple_type = torch._C.TupleType([value.type() for value in values])
         self._graph.registerOutput(*self._append("prim::TupleConstruct", values, [tuple_type])[1])
         self._graph.lint()

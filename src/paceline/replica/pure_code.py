@@ -5,6 +5,7 @@ attribute of the module whose method it is. What may be loaded and called is dec
 (:mod:`~paceline.replica.pure_forward`).
 """
 
+import builtins
 import dis
 import re
 from abc import ABC, abstractmethod
@@ -204,8 +205,8 @@ class CodeReader(ABC):
             hidden = {receiver, *closure.cells}.intersection((*words.co_varnames, *words.co_cellvars))
             return UNKNOWN if not hidden and self.is_pure_code(looked_at._replace(code=words)) else IMPURE
         if kind == "LOAD_GLOBAL":
-            own = words == "super" and looked_at.names.get("super") is None
-            return super if own else self.outside(looked_at.names, words)
+            names = vars(builtins) if looked_at.names.get(words, IMPURE) is IMPURE else looked_at.names
+            return super if names.get(words) is super else self.outside(names, words)
         if kind == "LOAD_DEREF" and words in closure.cells:
             return UNKNOWN if words == "__class__" else self.outside(closure, words)
         loads = kind.startswith("LOAD_FAST") or kind == "LOAD_DEREF"

@@ -11,7 +11,6 @@ layers and functions, and of functions whose bytecode does nothing but call them
 Answers err on the side of no. What depends on values of tensors is not looked for here: tracing refuses that.
 """
 
-import builtins
 import functools
 import inspect
 import math
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
 
+from paceline.program import map_tree
 from paceline.replica.module_utils import hooks_of
 from paceline.replica.pure_code import CONTEXTS, ENTERED, IMPURE, UNKNOWN, Code, CodeReader, Names, Super
 
@@ -113,19 +113,12 @@ def _is_setting(value: Any, *, lists: bool = False) -> bool:
     return isinstance(value, (*_SETTINGS, Tensor, weakref.ref))
 
 
-def _copied(value: Any) -> Any:
-    """Return a setting with its lists and dicts copied, not what is in them."""
-    if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
-    return [_copied(each) for each in value] if isinstance(value, (list, tuple)) else value
-
-
 def _same(value: Any, content: Any) -> bool:
     """Return whether a setting still has what it had when it was copied."""
     if isinstance(content, dict):
         return value.keys() == content.keys() and all(_same(value[key], each) for key, each in content.items())
-    if isinstance(content, list):
-        return isinstance(value, (list, tuple)) and len(value) == len(content) and all(map(_same, value, content))
+    if isinstance(content, (tuple, list)):
+        return type(value) is type(content) and len(value) == len(content) and all(map(_same, value, content))
     return value is content
 
 
@@ -174,10 +167,8 @@ class _Reader(CodeReader):
             settings = all(map(_is_setting, (*value.args, *value.keywords.values())))
             return settings and isinstance(value.func, FunctionType) and self.is_pure_value(value.func)
         if isinstance(value, MethodType):
-            listing = value.__func__ in _LISTS
-            return isinstance(value.__self__, nn.Module) and (
-                listing or self._is_pure_function(value.__func__, value.__self__)
-            )
+            part, function = value.__self__, value.__func__
+            return isinstance(part, nn.Module) and (function in _LISTS or self._is_pure_function(function, part))
         if isinstance(value, FunctionType):
             return value.__module__ in _FUNCTIONS or self._is_pure_function(value, None)
         if isinstance(value, (BuiltinFunctionType, np.ufunc, type)):
@@ -195,14 +186,12 @@ class _Reader(CodeReader):
 
     def outside(self, names: Names, name: str) -> Any:
         """Return what a name stands for outside; what is no pure value, where somebody could change that unseen."""
-        found = names.get(name, getattr(builtins, name, IMPURE))
+        found = names.get(name, IMPURE)
         if _is_setting(found, lists=True):
-            if _is_setting(found):
-                self.settings[id(names), name] = Setting(names, name, found)
-            elif _count(found) > _MOST_SETTINGS:
+            content = None if _is_setting(found) else map_tree(lambda tensor: tensor, found)
+            if content is not None and _count(content) > _MOST_SETTINGS:
                 return IMPURE
-            else:
-                self.settings[id(names), name] = Setting(names, name, found, _copied(found))
+            self.settings[id(names), name] = Setting(names, name, found, content)
         return found if not isinstance(found, nn.Module | MethodType) else IMPURE
 
     def attribute(self, value: Any, name: str) -> Any:
