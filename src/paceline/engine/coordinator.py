@@ -209,8 +209,7 @@ class Coordinator:
             tally.nonfinite += 1
             self._execute(Discard((arrival,)))
             self._execute(Release((replica,)))
-        if self._leaving:
-            self._report_left()
+        self._report_left()
 
     def tick(self, now: Seconds) -> bool:
         """Have the policy decide if its deadline has come; return whether it has decided anything.
@@ -306,8 +305,10 @@ class Coordinator:
     # ------------------------------------------------------------------------------------------------------ decisions
 
     def _decide(self, state: Any, decision: Decision) -> None:
-        self._state, rest = state, self._unfinished
-        outer = len(rest)
+        self._state = state
+        if not decision:
+            return
+        rest, outer = self._unfinished, len(self._unfinished)
         rest.extendleft(reversed(decision))
         while len(rest) > outer:
             self._execute(rest[0])
@@ -351,8 +352,7 @@ class Coordinator:
 
     def _check_held(self, arrivals: Sequence[Arrival]) -> None:
         """Raise unless each of these Δs is held, and named once."""
-        # The usual case, without building sets.
-        if len(arrivals) == 1 and (arrivals[0].replica, arrivals[0].clock) in self._held:
+        if len(arrivals) == 1 and (arrivals[0].replica, arrivals[0].clock) in self._held:  # mostly, and without sets
             return
         names = {(a.replica, a.clock) for a in arrivals}
         if len(names) < len(arrivals) or not names <= self._held.keys():

@@ -43,6 +43,9 @@ class StatusKind(IntEnum):
     """None: its replica leaves now."""
 
 
+_KINDS = tuple(StatusKind)
+
+
 class DeltaNorm(NamedTuple):
     """Squared norms of a rank's Δ, over the elements that count on this rank.
 
@@ -107,17 +110,16 @@ class RankStatus(NamedTuple):
     @classmethod
     def decode(cls, row: Sequence[float], *, norms: bool = False) -> "RankStatus":
         """Rebuild the status from its row, with norms or without."""
-        flags, loss, *integers = row[:FIELDS]
-        norm = None
+        packed, loss, *integers = row[:FIELDS]
+        flags, norm = int(packed), None
         if norms:
             parts, previous_samples, *roots = row[FIELDS : FIELDS + NORMS]
             lengths = [near + rest for near, rest in zip(roots[:3], roots[3:], strict=True)]
             square, combined, previous = (length * length for length in lengths)
             norm = DeltaNorm(square, int(parts), combined, previous, int(previous_samples))
-        kind, finite, stop = StatusKind(int(flags) & 3), bool(int(flags) & 4), bool(int(flags) & 8)
+        kind, finite, stop = _KINDS[flags & 3], flags & 4 > 0, flags & 8 > 0
         samples, entered_ns = from_digits(integers[:DIGITS]), from_digits(integers[DIGITS:])
-        saving, joining, ends = (bool(int(flags) & bit) for bit in (16, 32, 64))
-        return cls(kind, samples, finite, stop, loss, entered_ns, norm, saving, joining, ends)
+        return cls(kind, samples, finite, stop, loss, entered_ns, norm, flags & 16 > 0, flags & 32 > 0, flags & 64 > 0)
 
     @staticmethod
     def merge(parts: Sequence["RankStatus"]) -> "RankStatus":
@@ -150,8 +152,8 @@ def from_digits(digits: Sequence[float]) -> int:
     >>> from_digits(to_digits(-(2**60) + 3)) == -(2**60) + 3
     True
     """
-    low, middle, high = map(int, digits)
-    return low + (middle << BITS) + (high << (2 * BITS))
+    low, middle, high = digits
+    return int(low) + (int(middle) << BITS) + (int(high) << (2 * BITS))
 
 
 def by_replica(statuses: Sequence[RankStatus], replicas: int) -> list[RankStatus]:
