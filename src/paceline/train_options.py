@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from paceline import support
 from paceline.aggregation import Aggregation, text_of
+from paceline.aggregation.contract import check_properties, check_start
 from paceline.callbacks.base import Callback, check_callbacks
 from paceline.checkpoint.fingerprint import differences
 from paceline.checkpoint.manifest import checkpoint_folders
@@ -197,6 +198,7 @@ def job_of(
     same: dict[str, Any] = {name: getattr(options, name) for name in names}
     with_times = options.times is not None
     of_program = {"clip_norm": program.clip_norm, "global_batch": program.global_batch_size is not None}
+    check_properties(strategy.aggregation)
     case = Case.of(strategy, engine.name, engine.features, times=with_times, **of_program, **same)
     support.refuse(case)
     if strategy.pipelined:
@@ -212,6 +214,7 @@ def job_of(
     _check_written(seen, strategy.aggregation)
     # What a policy leaves open (a learning rate, the number of replicas) is fixed here once, for every engine alike.
     aggregation = strategy.aggregation.resolved(learning_rate=seen.learning_rate, replicas=strategy.replicas)
+    check_start(aggregation, strategy.replicas)
     if seen.on_losses:
         _check_evaluations(draft, case, options)
     model, running = program.model, seen.running_buffers

@@ -77,8 +77,9 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """One optimizer step on Σ weight·Δ, in ascending replica order, with learning rate · ``rate``; version + 1.
+    """One optimizer step on Σ weight·Δ, summed in the order given, with learning rate · ``rate``; version + 1.
 
+    An order that does not depend on who came first, as that of :func:`combined`, makes runs repeatable to the bit.
     Where the policy has a :attr:`~Aggregation.reducer`, that combines them in place of the sum.
     """
 

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from paceline.aggregation import text_of
-from paceline.aggregation.base import Action, Aggregation, Apply, Arrival, Cancel, Decision, Discard, Portion, Release
+from paceline.aggregation import contract, text_of
+from paceline.aggregation.base import Action, Aggregation, Apply, Arrival, Decision, Discard, Portion, Release
 from paceline.aggregation.state_codec import decode, encode, kind
 from paceline.core.data_order import BatchRange
 from paceline.core.errors import PacelineError
@@ -142,7 +142,7 @@ class Coordinator:
             return
         for replica in sorted(self.present):
             if self._deals:
-                self._decide(*self._policy.joined(self._state, replica))
+                self._decide(self._policy.joined(self._state, replica))
             else:
                 self._go_on(replica)
         self._report_left()
@@ -185,11 +185,11 @@ class Coordinator:
         """
         for replica in state.computing:
             self._go_on(replica)
-        self._decide(self._state, decode(state.unfinished, self._policy))
+        self._decide((self._state, decode(state.unfinished, self._policy)))
         self._report_left()
         for replica in state.present:
             if replica not in self._members:
-                self._decide(*self._policy.left(self._state, replica, "died"))
+                self._decide(self._policy.left(self._state, replica, "died"))
                 self._report_left()
         for replica in sorted({*self._members}.difference(state.present, self.away)):
             if not self._dispatcher.quota.spent(replica):
@@ -204,7 +204,7 @@ class Coordinator:
         self._count(replica)
         self._held[arrival.replica, arrival.clock] = arrival
         if arrival.finite:
-            self._decide(*self._policy.arrived(self._state, arrival))
+            self._decide(self._policy.arrived(self._state, arrival))
         else:
             tally.nonfinite += 1
             self._execute(Discard((arrival,)))
@@ -219,8 +219,9 @@ class Coordinator:
         """
         if self.deadline > now:
             return False
-        state, decision = self._policy.tick(self._state, now)
-        self._decide(state, decision)
+        answer = self._policy.tick(self._state, now)
+        self._decide(answer)
+        _, decision = answer
         self._report_left()
         if not (decision or self.computing):
             raise self.deadlock()
@@ -251,7 +252,7 @@ class Coordinator:
         if reason == "died":
             self._hand_on(replica)
         self.computing.discard(replica)
-        self._decide(*self._policy.left(self._state, replica, reason))
+        self._decide(self._policy.left(self._state, replica, reason))
         self._report_left()
         parked = [r for r in self._parked if not self._dispatcher.quota.spent(r)]
         self._parked = [r for r in self._parked if r not in parked]
@@ -262,7 +263,7 @@ class Coordinator:
         """Tell the policy that a replica is there, new or back, and send it A."""
         self.present.add(replica)
         self._dispatcher.reclaim(replica)
-        self._decide(*self._policy.joined(self._state, replica))
+        self._decide(self._policy.joined(self._state, replica))
         if not self._deals:
             self._go_on(replica)
         self._report_left()
@@ -304,45 +305,52 @@ class Coordinator:
 
     # ------------------------------------------------------------------------------------------------------ decisions
 
-    def _decide(self, state: Any, decision: Decision) -> None:
-        self._state = state
+    def _decide(self, answer: tuple[Any, Decision]) -> None:
+        """Execute a policy's answer to an event."""
+        contract.check_answer(self._policy, answer)
+        self._state, decision = answer
         if not decision:
             return
         rest, outer = self._unfinished, len(self._unfinished)
         rest.extendleft(reversed(decision))
         while len(rest) > outer:
-            self._execute(rest[0])
+            try:
+                self._execute(rest[0])
+            except (TypeError, ValueError, AttributeError):
+                contract.check_action(self._policy, rest[0])
+                raise
             rest.popleft()
 
     def _execute(self, action: Action) -> None:
         if isinstance(action, Apply):
-            arrivals = [arrival for arrival, _ in action.deltas]
-            self._check_held(arrivals)
-            self._executor.apply(action)
-            tally = self.tally
-            for arrival in arrivals:
-                del self._held[arrival.replica, arrival.clock]
-                self._dispatcher.settled(arrival.replica, arrival.clock)
-                tally.count_applied(self.version - arrival.version, arrival.samples)
-            self.version += 1
-        elif isinstance(action, Release):
-            for replica, portion in zip(action.replicas, self._portions(action), strict=True):
-                self._go_on(replica, portion)
+            self._apply(action)
         elif isinstance(action, Discard):
-            self._check_held(action.arrivals)
-            for arrival in action.arrivals:
-                del self._held[arrival.replica, arrival.clock]
-                self._dispatcher.settled(arrival.replica, arrival.clock)
+            for name in contract.check_names(self._policy, action.arrivals, self._held):
+                del self._held[name]
+                self._dispatcher.settled(*name)
             self.tally.discarded += len(action.arrivals)
             self._executor.discard(action.arrivals)
         else:
-            for replica, portion in zip(action.replicas, self._portions(action), strict=True):
-                if replica in self.computing:
+            contract.check_portions(self._policy, action)
+            portions: Sequence[Portion | None] = action.portions or [None] * len(action.replicas)
+            for replica, portion in zip(action.replicas, portions, strict=True):
+                if isinstance(action, Release) or replica not in self.computing:
+                    self._go_on(replica, portion)
+                else:
                     self.cancelling.add(replica)
                     self._portions_next[replica] = portion
                     self._executor.cancel(replica)
-                else:
-                    self._go_on(replica, portion)
+
+    def _apply(self, action: Apply) -> None:
+        contract.check_names(self._policy, (arrival for arrival, _ in action.deltas), self._held)
+        if not contract.sound(action):
+            contract.check_action(self._policy, action)
+        self._executor.apply(action)
+        for arrival, _ in action.deltas:
+            del self._held[arrival.replica, arrival.clock]
+            self._dispatcher.settled(arrival.replica, arrival.clock)
+            self.tally.count_applied(self.version - arrival.version, arrival.samples)
+        self.version += 1
 
     def _count(self, replica: ReplicaId) -> None:
         """Count an attempt that has ended."""
@@ -350,29 +358,10 @@ class Coordinator:
         self.tally.micro_steps += micro_steps
         self.positions[replica] = self.positions[replica].after(micro_steps)
 
-    def _check_held(self, arrivals: Sequence[Arrival]) -> None:
-        """Raise unless each of these Δs is held, and named once."""
-        if len(arrivals) == 1 and (arrivals[0].replica, arrivals[0].clock) in self._held:  # mostly, and without sets
-            return
-        names = {(a.replica, a.clock) for a in arrivals}
-        if len(names) < len(arrivals) or not names <= self._held.keys():
-            raise PacelineError(
-                f"{text_of(self._policy)} named Δs (replica, clock) {sorted((a.replica, a.clock) for a in arrivals)}, "
-                f"but holds {sorted(self._held)}: each Δ must be applied or discarded exactly once"
-            )
-
-    def _portions(self, action: Release | Cancel) -> Sequence[Portion | None]:
-        """Return the portion of each replica that goes on, None where the policy deals out none."""
-        if len(action.portions) != len(action.replicas) * self._deals:
-            raise PacelineError(
-                f"{text_of(self._policy)} let {len(action.replicas)} replicas go on with {len(action.portions)} "
-                f"portions; each needs {'one' if self._deals else 'none'}, as its portions is {self._policy.portions}"
-            )
-        return action.portions or [None] * len(action.replicas)
-
     def _go_on(self, replica: ReplicaId, portion: Portion | None = None) -> None:
         """Send a replica A for its next Δ, or dismiss it if its share of the budget is spent."""
         if replica not in self.present:
+            contract.check_release(self._policy, replica, len(self.positions))
             return
         if replica in self.computing:
             raise PacelineError(
@@ -397,4 +386,6 @@ class Coordinator:
     def _report_left(self) -> None:
         """Tell the policy which replicas are done, once the decision that released them is executed whole."""
         while self._leaving and not self._unfinished:
-            self._decide(*self._policy.left(self._state, self._leaving.popleft(), "done"))
+            self._decide(self._policy.left(self._state, self._leaving.popleft(), "done"))
+            if not self.present and not self._leaving:
+                contract.check_left(self._policy, self._held)

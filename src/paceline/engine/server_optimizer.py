@@ -21,6 +21,7 @@ from paceline.engine.run_context import RunContext
 from paceline.engine.run_state import ResumePoint
 from paceline.program import Program
 from paceline.reduction import Reducer, Reduction
+from paceline.reduction.base import combine, statistics_of
 from paceline.replica.flat_optimizer import FlatOptimizer
 from paceline.replica.flat_slices import FlatSlice, slices_of
 from paceline.replica.flat_state import FlatLayout, FlatState
@@ -248,10 +249,12 @@ class ServerOptimizer:
     def _reduce(self, reducer: Reducer, deltas: Weighted, destination: FlatState, read: Sequence[FlatState]) -> None:
         weights = [weight for _, weight in deltas]
         vectors = [[delta.parameters[i] for delta, _ in deltas] for i in range(len(self.combined))]
-        statistics = self.summed([sum(each) for each in zip(*map(reducer.statistics, vectors), strict=True)])
+        statistics = self.summed(
+            [sum(each) for each in zip(*(statistics_of(reducer, each) for each in vectors), strict=True)]
+        )
         for i, (each, total) in enumerate(zip(vectors, self.combined, strict=True)):
             seen = [state.parameters[i] for state in read]
-            reducer.combine(Reduction(each, weights, self.state.parameters[i], seen, statistics), total)
+            combine(reducer, Reduction(each, weights, self.state.parameters[i], seen, statistics), total)
         self._write_buffers(deltas, destination)
 
     def _write_buffers(self, deltas: Weighted, destination: FlatState) -> None:
@@ -294,6 +297,7 @@ class _BufferMean:
     """Running buffers of A: the weighted mean of the replicas'; of integers (counters) the largest, A's included."""
 
     def __init__(self, state: FlatState) -> None:
+        self._before = state.buffers
         self._sums = [torch.zeros_like(b) if b.is_floating_point() else b.clone() for b in state.buffers]
         self._weight = 0.0
 
@@ -307,9 +311,12 @@ class _BufferMean:
         self._weight += weight
 
     def write(self, destination: FlatState) -> None:
-        """Write the result to the buffers of the new A."""
-        for new, total in zip(destination.buffers, self._sums, strict=True):
-            new.copy_(total / self._weight if new.is_floating_point() else total)
+        """Write the result to the buffers of the new A, where it is one: not if weights add up to 0."""
+        for new, before, total in zip(destination.buffers, self._before, self._sums, strict=True):
+            if new.is_floating_point():
+                new.copy_(total / self._weight if self._weight else before)
+            else:
+                new.copy_(total)
 
 
 class DeltaStatistics:

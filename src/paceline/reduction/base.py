@@ -20,9 +20,11 @@ import torch when they run::
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from paceline.core.errors import PacelineError
 from paceline.core.registry import declare
+from paceline.core.text_form import text_of
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +37,7 @@ class Reduction(NamedTuple):
     """What is combined: one vector of each Δ, of the same elements of A."""
 
     deltas: Sequence[Tensor]
-    """In ascending replica order; they stay as they are."""
+    """In the policy's order, mostly that of replicas; they stay as they are."""
     weights: Sequence[float]
     """That the policy has given them: samples / Σ samples, say."""
     current: Tensor
@@ -63,7 +65,7 @@ class Reducer(ABC):
         """Return numbers of one vector of each Δ, as many for each vector: they are summed over all of A.
 
         Args:
-            deltas: in ascending replica order.
+            deltas: in the policy's order.
         """
         del deltas
         return []
@@ -76,3 +78,22 @@ class Reducer(ABC):
             given: one vector of each Δ, at least one.
             out: of the same shape and dtype, uninitialised; of no memory of theirs.
         """
+
+
+def statistics_of(reducer: Reducer, deltas: Sequence[Tensor]) -> list[float]:
+    """Return a reducer's :meth:`~Reducer.statistics`; raises PacelineError if they are no list."""
+    found: Any = reducer.statistics(deltas)
+    if not isinstance(found, list):
+        raise PacelineError(f"statistics() of {text_of(reducer)} returned {found!r}; return a list of numbers, or []")
+    return found
+
+
+def combine(reducer: Reducer, given: Reduction, out: Tensor) -> None:
+    """Have a reducer write ``out``; raises PacelineError if it returns something else, which would be lost."""
+    write: Any = reducer.combine
+    returned = write(given, out)
+    if returned is not None and returned is not out:
+        raise PacelineError(
+            f"combine() of {text_of(reducer)} returned a {type(returned).__name__}; it must write what the optimizer "
+            "steps on into out: out.copy_(…)"
+        )
