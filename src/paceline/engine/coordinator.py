@@ -331,7 +331,8 @@ class Coordinator:
             self.tally.discarded += len(action.arrivals)
             self._executor.discard(action.arrivals)
         else:
-            contract.check_portions(self._policy, action)
+            if action.portions or self._deals:
+                contract.check_portions(self._policy, action)
             portions: Sequence[Portion | None] = action.portions or [None] * len(action.replicas)
             for replica, portion in zip(action.replicas, portions, strict=True):
                 if isinstance(action, Release) or replica not in self.computing:
@@ -342,7 +343,7 @@ class Coordinator:
                     self._executor.cancel(replica)
 
     def _apply(self, action: Apply) -> None:
-        contract.check_names(self._policy, (arrival for arrival, _ in action.deltas), self._held)
+        contract.check_names(self._policy, [arrival for arrival, _ in action.deltas], self._held)
         if not contract.sound(action):
             contract.check_action(self._policy, action)
         self._executor.apply(action)
