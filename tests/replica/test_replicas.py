@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD, Adam
 
-from paceline import Program
+from paceline import Program, train
 from paceline.core.delta import Keep, Mix, Replace
+from paceline.core.errors import InputError
 from paceline.replica.autograd import Autograd, backpropagate, step_seed
 from paceline.replica.base import EMPTY, Batch
 from paceline.replica.flat_state import FlatLayout, FlatState, finite, read
@@ -188,6 +189,43 @@ def test_running_buffers_begin_at_as_and_travel_with_the_delta() -> None:
     gradient = plain.gradient([1, 2, 3])
     same(out, gradient | dict(plain.module.named_buffers()))
     assert not torch.equal(dict(out.named())["1.running_mean"], dict(state.named())["1.running_mean"])
+
+
+class Assigns(nn.Module):
+    """Keeps a mean of its inputs in a buffer, which it assigns or writes."""
+
+    mean: torch.Tensor
+
+    def __init__(self, writes: bool, shape: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.layer, self.writes, self.shape = nn.Linear(6, 3).double(), writes, shape
+        self.register_buffer("mean", torch.zeros(6, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        mean = 0.9 * self.mean.clone() + 0.1 * self.layer(x).mean() * x.mean(0)
+        if self.writes:
+            with torch.no_grad():
+                self.mean.copy_(mean)
+        else:
+            self.mean = mean.expand(*self.shape, 6) if self.training else self.mean
+        return self.layer(x - mean.detach())
+
+
+@pytest.mark.parametrize(("engine", "strategy"), [("virtual", "replicas=2"), ("distributed", "replicas=1")])
+def test_a_buffer_that_forward_assigns_is_as_one_that_it_writes(engine: str, strategy: str) -> None:
+    states = []
+    for writes in (True, False):
+        program = programs.program(model=functools.partial(Assigns, writes))
+        states.append(train(program, strategy, steps=5, engine=engine, progress=False).state)
+    assert states[0]["mean"].abs().min() > 0
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name
+
+
+def test_a_buffer_that_forward_assigns_keeps_its_shape() -> None:
+    program = programs.program(model=functools.partial(Assigns, False, (2,)))
+    with pytest.raises(InputError, match=r"forward made mean of Assigns torch.float64 \[2, 6\], a buffer of .* \[6\]"):
+        train(program, steps=2, engine="virtual", progress=False)
 
 
 @pytest.mark.parametrize("optimizer", [functools.partial(SGD, lr=0.1, momentum=0.9), functools.partial(Adam, lr=0.01)])

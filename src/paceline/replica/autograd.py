@@ -10,6 +10,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from paceline.core.errors import InputError
 from paceline.core.types import Clock, Nanoseconds, ReplicaId
 from paceline.device import placed, seed
 from paceline.program import Program, call, on_device
@@ -94,9 +95,12 @@ class Autograd:
     def use(self, module: nn.Module) -> None:
         """Compute on another module with the same tensors, from the next :meth:`bind` on."""
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        names = [entry.name for block in self.layout.buffers for entry in block.entries]
         self.module = module
         self.parameters = [parameters[name] for name in self.layout.parameter_names]
-        self._buffers = [buffers[e.name] for b in self.layout.buffers for e in b.entries]
+        self._buffers = [buffers[name] for name in names]
+        self._places = [(module.get_submodule(part), name) for part, _, name in (n.rpartition(".") for n in names)]
+        """The module and the attribute of each buffer."""
 
     def checked(
         self, kind: Callable[[Program, nn.Module, torch.device], Checked], batch: Batch, samples: Sequence[int]
@@ -144,6 +148,7 @@ class Autograd:
         elif self.parameters:
             torch._foreach_copy_([p.data for p in self.parameters], state.views.parameters, non_blocking=True)
         if self._buffers:
+            self._keep_assigned()
             with torch.no_grad():
                 torch._foreach_copy_(self._buffers, state.views.buffers)
 
@@ -226,7 +231,24 @@ class Autograd:
     def write_buffers(self, out: FlatState) -> None:
         """Copy the buffers as they are now into ``out``."""
         if self._buffers:
+            self._keep_assigned()
             torch._foreach_copy_(out.views.buffers, self._buffers)
+
+    def _keep_assigned(self) -> None:
+        """Copy what forward has assigned to a buffer (``self.b = …``), rather than written, into that buffer."""
+        for (part, name), buffer in zip(self._places, self._buffers, strict=True):
+            assigned = part._buffers[name]
+            if assigned is buffer:
+                continue
+            if assigned is None or (assigned.shape, assigned.dtype) != (buffer.shape, buffer.dtype):
+                now = "None" if assigned is None else f"{assigned.dtype} {list(assigned.shape)}"
+                raise InputError(
+                    f"forward made {name} of {type(part).__name__} {now}, a buffer of {buffer.dtype} "
+                    f"{list(buffer.shape)}; keep its shape and type: self.{name}.copy_(…)"
+                )
+            with torch.no_grad():
+                buffer.copy_(assigned)
+            part._buffers[name] = buffer
 
 
 def backpropagate(loss: Tensor, weight: float = 1.0) -> None:
