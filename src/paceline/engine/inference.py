@@ -377,7 +377,6 @@ class _StageModel:
         results = part.module(*(chunk.inputs[leaf] for leaf in part.inputs), *received)
         named = dict(zip((crossing.name for crossing in part.sent), results, strict=False))
         for message in action.sends:
-            value = named[message.name]
-            queue.send(message, value.contiguous() if isinstance(value, Tensor) else value, differentiable=False)
+            queue.send(message, named[message.name], differentiable=False)
         output: Sequence[Any] = results[len(part.sent) :]
         return output

@@ -85,3 +85,26 @@ class Branches(nn.Module):
         x = torch.tanh(self.trunk(x))
         joined = torch.cat([self.b1(x), self.b2(x), self.b3(x), self.b4(x)], 1)
         return self.head(joined.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """As nanoGPT has it: ``contiguous`` does nothing after attention, so it is not in the graph, and ``view`` needs it.
+
+    Before that, images that a convolution leaves with their channels last, which are rows without a copy.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(2, 8, 2, stride=2)
+        self.mix = nn.Conv2d(8, 8, 1)
+        self.qkv, self.out, self.head = nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mix(self.stem(x).contiguous(memory_format=torch.channels_last))
+        samples, width = x.shape[:2]
+        x = x.permute(0, 2, 3, 1).view(samples, -1, width)
+        length = x.shape[1]
+        q, k, v = (each.view(samples, length, 2, -1).transpose(1, 2) for each in self.qkv(x).split(width, dim=2))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).contiguous().view(samples, length, width))
+        return self.head(x).transpose(1, 2)

@@ -14,11 +14,12 @@ from torch.fx import Graph
 
 from paceline.core.errors import InputError
 from paceline.replica.capture.capture import capture
+from paceline.replica.capture.verify import model_runs
 from paceline.replica.pipeline.cut import Crossing, Cut, cut
 from paceline.replica.pipeline.cut_groups import Units, group
 from paceline.replica.pipeline.partition import UnitCosts, partition
 from paceline.replica.pipeline.prepare import check_cut, run_parts
-from tests.replica.pipeline.cut_models import aten, by_hand, calls, from_zoo, made
+from tests.replica.pipeline.cut_models import Attention, aten, by_hand, calls, from_zoo, made
 from tests.zoo import ZOO
 
 
@@ -39,6 +40,27 @@ def test_wherever_they_are_cut(name: str, data: st.DataObject) -> None:
     job, model, units = from_zoo(name)
     boundaries = data.draw(st.sets(st.integers(1, len(units.groups) - 1)))
     check_cut(cut(units, sorted(boundaries)), model, job.inputs, samples=(2,))
+
+
+def in_another_order(dtype: torch.dtype, *, training: bool) -> tuple[nn.Module, Tensor, Units]:
+    """A model whose values have their dims in memory in another order, captured."""
+    torch.manual_seed(1)
+    model, inputs = Attention().to(dtype), torch.randn(4, 2, 6, 6, dtype=dtype)
+    return model, inputs, group(capture(model, inputs, training=training, others=(), verified=False))
+
+
+def test_a_value_keeps_its_order_in_memory_wherever_it_is_cut() -> None:
+    model, inputs, units = in_another_order(torch.float32, training=True)
+    runs = model_runs(model, inputs, (2,))
+    for boundary in units.candidates:
+        check_cut(cut(units, [boundary]), model, inputs, runs=runs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("training", [True, False])
+def test_so_it_does_in_any_precision_and_mode(dtype: torch.dtype, training: bool) -> None:
+    model, inputs, units = in_another_order(dtype, training=training)
+    check_cut(cut(units, units.candidates), model, inputs, samples=(2,))
 
 
 def test_training_steps_are_the_models() -> None:

@@ -1,5 +1,6 @@
 """Models of many kinds, captured, cut and run as a pipeline, compared with one process after five steps."""
 
+import copy
 import functools
 from typing import Any
 
@@ -11,9 +12,11 @@ from torch.optim import SGD, Adam
 from paceline import Program
 from paceline.replica.base import Batch
 from paceline.replica.capture.capture import capture
+from paceline.replica.pipeline.cut import cut
 from paceline.replica.pipeline.cut_groups import Units, group
 from paceline.schedule import parse
-from tests.replica.pipeline.hand_cuts import evenly
+from tests.replica.pipeline.cut_models import Attention
+from tests.replica.pipeline.hand_cuts import evenly, own
 from tests.replica.pipeline.pipeline_world import Alone, World, same
 from tests.zoo import SAMPLES, ZOO, Job
 
@@ -86,6 +89,36 @@ def test_what_is_made_again_is_the_same(name: str, recompute: str, schedule: str
         world.all(lambda member: member.step(batch))
         alone.step(batch)
     same(world.gradients(), alone.values() | alone.gradients(), BOUND)
+    same(world.values(), alone.values(), BOUND)
+
+
+@functools.cache
+def attention() -> tuple[nn.Module, Units]:
+    """Values whose dims have another order in memory."""
+    torch.manual_seed(4)
+    model = Attention().double()
+    return model, group(capture(model, torch.randn(6, 2, 6, 6, dtype=torch.float64), others=(), verified=False))
+
+
+@pytest.mark.parametrize("recompute", ["none", "boundaries", "all"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "interleaved:chunks=2"])
+def test_a_value_arrives_in_its_order_in_memory(schedule: str, recompute: str) -> None:
+    """In parts that begin at views: where the values before them are contiguous, those can't be made."""
+    model, units = attention()
+    borders = [units.nodes()[name] for name in ("view", "scaled_dot_product_attention", "view_4")]
+    borders = borders if "interleaved" in schedule else borders[1:]
+    program = Program(
+        lambda: copy.deepcopy(model), lambda y, target: (y * target).mean(), OPTIMIZERS["sgd"], (torch.zeros(1),) * 2
+    )
+    workers, alone = 2 if "interleaved" in schedule else 3, Alone(program, 2)
+    made = own(cut(units, borders))
+    world = World(program, nn.Module, schedule, workers, 2, {"recompute": recompute}, cutter=made)
+    for samples in (6, 4, 6):
+        x, y = (torch.randn(samples, *shape, dtype=torch.float64) for shape in ((2, 6, 6), (3, 9)))
+        batch = Batch(x, y, samples)
+        world.all(lambda member, batch=batch: member.step(batch))
+        alone.step(batch)
+    same(world.gradients(), alone.gradients(), BOUND)
     same(world.values(), alone.values(), BOUND)
 
 

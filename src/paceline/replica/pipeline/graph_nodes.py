@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 MARK = "paceline::cut"
 
-# Operators whose results depend on a tensor's strides, which a tensor that has been sent does not keep: they run
+# Operators whose results depend on a tensor's strides, of which one that has been sent keeps the order alone: they run
 # where the tensors that they read were computed.
 BY_LAYOUT = ("aten::as_strided", "aten::sym_stride", "aten::sym_storage_offset")
 

@@ -6,7 +6,10 @@ worker waits, for a message or for one of its own to be received, it posts the r
 The shape of a value is sent once. The first time that input of new shapes comes along, each value is preceded by a
 header of fixed size::
 
-    | kind | dtype | differentiable | dims | scalar's bits | dim 0 | dim 1 | ... | dim 7 |     int64
+    | kind | dtype | differentiable | dims | order | scalar's bits | dim 0 | dim 1 | ... | dim 7 |     int64
+
+A value arrives with its dims in memory in the order that they had where it was computed: a graph has no
+``contiguous()`` where the tensor was so already, and what follows may be a view that no other order has.
 """
 
 import heapq
@@ -14,7 +17,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -22,6 +25,7 @@ from torch import Tensor
 
 from paceline.core.errors import InputError
 from paceline.replica.capture.input_spec import Shapes
+from paceline.replica.tensor.placements import memory_order
 from paceline.schedule.base import LETTERS
 
 
@@ -86,7 +90,7 @@ Scalar: TypeAlias = int | float | bool
 Value: TypeAlias = Tensor | Scalar
 
 MAX_DIMS = 8
-HEADER_LENGTH = 5 + MAX_DIMS
+HEADER_LENGTH = 6 + MAX_DIMS
 
 _SCALARS: tuple[type, ...] = (bool, int, float)
 _TENSOR = len(_SCALARS)
@@ -96,18 +100,36 @@ _DTYPES: tuple[torch.dtype, ...] = (
 )
 
 
+def sent_order(tensor: Tensor) -> tuple[int, ...]:
+    """Return the order of the dims in which a tensor is sent: as they are in memory, unless one is expanded."""
+    expanded = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tuple(range(tensor.dim())) if expanded else tuple(memory_order(tensor))
+
+
+def as_sent(tensor: Tensor) -> Tensor:
+    """Return a copy with the strides with which a tensor arrives at another worker; its gradients go back."""
+    order = sent_order(tensor)
+    return tensor.permute(order).clone(memory_format=torch.contiguous_format).permute(_inverse(order))
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
+
+
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
     """Dtype and shape of a tensor, or a scalar itself.
 
     Args:
         dtype: None: it is a scalar.
+        order: the dims as they are in memory; later values of the same shape are sent in the order of the first.
     """
 
     dtype: torch.dtype | None
     shape: tuple[int, ...]
     differentiable: bool
     scalar: Scalar | None = None
+    order: tuple[int, ...] = field(default=(), compare=False)
 
     @classmethod
     def of(cls, name: str, value: object, *, differentiable: bool) -> "TensorHeader":
@@ -124,7 +146,7 @@ class TensorHeader:
             fault = f"has {value.dtype}, {value.layout}, {value.dim()} dims"
             rule = f"but only strided tensors of at most {MAX_DIMS} dims and plain dtypes"
         else:
-            return cls(value.dtype, tuple(value.shape), differentiable)
+            return cls(value.dtype, tuple(value.shape), differentiable, order=sent_order(value))
         raise InputError(
             f"{name} crosses from one stage to another and {fault}: {rule} can be sent; write stages=1 or cuts= so "
             "that it stays within a stage"
@@ -133,8 +155,8 @@ class TensorHeader:
     def pack(self) -> Tensor:
         """Return the header as it is sent.
 
-        >>> TensorHeader.unpack(TensorHeader(torch.int64, (3, 2), False).pack())
-        TensorHeader(dtype=torch.int64, shape=(3, 2), differentiable=False, scalar=None)
+        >>> TensorHeader.unpack(TensorHeader(torch.int64, (3, 2), False, order=(1, 0)).pack())
+        TensorHeader(dtype=torch.int64, shape=(3, 2), differentiable=False, scalar=None, order=(1, 0))
         >>> TensorHeader.unpack(TensorHeader(None, (), False, 0.1).pack()).scalar
         0.1
         """
@@ -145,14 +167,16 @@ class TensorHeader:
         else:
             bits = int(self.scalar or 0)
         dims = [*self.shape, *[0] * (MAX_DIMS - len(self.shape))]
-        return torch.tensor([kind, dtype, self.differentiable, len(self.shape), bits, *dims])
+        order = sum(dim * MAX_DIMS**place for place, dim in enumerate(self.order))
+        return torch.tensor([kind, dtype, self.differentiable, len(self.shape), order, bits, *dims])
 
     @classmethod
     def unpack(cls, packed: Tensor) -> "TensorHeader":
         """Return the header that was packed."""
-        kind, dtype, differentiable, dims, bits, *shape = packed.tolist()
+        kind, dtype, differentiable, dims, order, bits, *shape = packed.tolist()
         if kind == _TENSOR:
-            return cls(_DTYPES[dtype], tuple(shape[:dims]), bool(differentiable))
+            places = tuple(order // MAX_DIMS**place % MAX_DIMS for place in range(dims))
+            return cls(_DTYPES[dtype], tuple(shape[:dims]), bool(differentiable), order=places)
         if _SCALARS[kind] is float:
             (bits,) = struct.unpack("<d", struct.pack("<q", bits))
         return cls(None, (), False, _SCALARS[kind](bits))
@@ -278,7 +302,8 @@ class P2PQueue:
             # A scalar came with its header, and values without a gradient get none back: no message follows.
             header = self._headers[key]
             if header.dtype is not None and (header.differentiable or not message.gradient):
-                receive = p2p.irecv(header.shape, header.dtype, message.sender, message.description)
+                shape = header.shape if message.gradient else [header.shape[dim] for dim in header.order]
+                receive = p2p.irecv(shape, header.dtype, message.sender, message.description)
                 self._receives[message.rank] = receive
 
     def send(self, message: P2PMessage, value: Value, *, differentiable: bool) -> int:
@@ -304,8 +329,7 @@ class P2PQueue:
             )
         if not isinstance(value, Tensor):
             return 0
-        # A header has no strides: the receiver allocates a contiguous tensor.
-        self._isend(message, value.contiguous(), message.description)
+        self._isend(message, value.permute(first.order).contiguous(), message.description)
         return value.nbytes
 
     def send_gradient(self, message: P2PMessage, gradient: Tensor) -> int:
@@ -324,7 +348,11 @@ class P2PQueue:
         self.post_receives(message.rank)
         header, pending = self._headers[self._key(message)], self._receives.pop(message.rank, None)
         if pending is not None:
-            return Received(pending(), header.differentiable)
+            tensor = pending()
+            if not message.gradient and header.order != tuple(range(len(header.order))):
+                # Detached, it is no view of which a function of autograd may not return the value.
+                tensor = tensor.permute(_inverse(header.order)).detach()
+            return Received(tensor, header.differentiable)
         assert header.scalar is not None, "a gradient that is not sent is not waited for"
         return Received(header.scalar, False)
 

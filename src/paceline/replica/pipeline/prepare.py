@@ -30,6 +30,7 @@ from paceline.replica.pipeline.costs import Costs, measure
 from paceline.replica.pipeline.cut import Cut, Part, cut
 from paceline.replica.pipeline.cut_groups import Units, group
 from paceline.replica.pipeline.micro_batches import micro_batch_sizes
+from paceline.replica.pipeline.p2p_queue import as_sent
 from paceline.replica.pipeline.partition import Boundaries, MemoryLimit, named_boundaries, partition
 from paceline.schedule import Dependencies, Need, in_flight
 from paceline.strategy import Strategy
@@ -122,7 +123,7 @@ class PartRun(NamedTuple):
 def run_parts(cut: Cut, leaves: Sequence[Tensor]) -> Iterator[PartRun]:
     """Run all parts of a model in order, on the leaves of its input.
 
-    Values arrive as they do at another worker: contiguous, in memory of their own. Gradients go back the same way.
+    Values arrive as they do at another worker: dense, in memory of their own. Gradients go back the same way.
 
     Raises:
         InputError: a part writes a value that it has received and whose gradient goes back.
@@ -130,7 +131,7 @@ def run_parts(cut: Cut, leaves: Sequence[Tensor]) -> Iterator[PartRun]:
     values: dict[str, Any] = {}
     for part in cut.parts:
         arguments = [*(leaves[i] for i in part.inputs), *(values[crossing.name] for crossing in part.received)]
-        copies = [a.clone(memory_format=torch.contiguous_format) if isinstance(a, Tensor) else a for a in arguments]
+        copies = [as_sent(argument) if isinstance(argument, Tensor) else argument for argument in arguments]
         outputs = part.module(*copies)
         for crossing, copy in zip(part.received, copies[len(part.inputs) :], strict=True):
             value = values[crossing.name]
