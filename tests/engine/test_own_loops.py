@@ -115,6 +115,29 @@ def test_the_budget_ends_the_loop_and_the_model_has_the_last_a(engines, tmp_path
             equal(run.state, state)
 
 
+@pytest.mark.parametrize("name", ["virtual", "local"])
+@pytest.mark.parametrize("kind", ["step", "own"])
+def test_passes_over_batches_end_with_the_budget(engines, name, kind, tmp_path):
+    def endless(worker):
+        passes = 0
+        try:
+            while passes < 3:  # without an end of its own it would never return
+                for batch in worker.batches():
+                    if kind == "step":
+                        worker.step(batch)
+                        continue
+                    worker.optimizer.zero_grad()
+                    worker.backward(torch.nn.functional.cross_entropy(worker.model(batch.input), batch.target))
+                    worker.optimizer.step()
+                passes += 1
+        finally:
+            (tmp_path / f"{worker.replica}").write_text(str(passes))
+
+    run = launch(endless, own_loops.program(), "replicas=2", engine=engines[name], steps=4)
+    assert run.summary["updates"] == 4
+    assert [(tmp_path / name).read_text() for name in "01"] == ["1", "1"]  # what follows the last pass is run
+
+
 def test_versions_of_several_optimizers(engine, tmp_path):
     def noted(worker):
         gan_loop(worker)

@@ -18,7 +18,7 @@ from paceline.replica.divided_loader import ReplicaLoader, divided, samples_of
 
 
 class TrainingEnded(Exception):  # noqa: N818 (an end, not an error)
-    """Raised by ``worker.step`` after the last step; a loop may let it pass, it ends the loop and nothing else."""
+    """Raised by what would make a further step after the last; a loop may let it pass, it ends the loop, no more."""
 
 
 class Worker(ABC):
@@ -53,6 +53,8 @@ class Worker(ABC):
         """The script's own module; None: the engine's."""
         self._epoch = 0
         """Passes over loaders that have begun."""
+        self._dealt = False
+        """Whether a pass over the run's batches has come to its end: there are no more."""
 
     @abstractmethod
     def _open(self) -> OwnLoop:
@@ -186,7 +188,13 @@ class Worker(ABC):
         """Return this replica's next batch, once a step on it is granted."""
 
     def batches(self) -> Iterator[Batch]:
-        """Yield this replica's batches, for as long as the budget lasts."""
+        """Yield this replica's batches, for as long as the budget lasts.
+
+        Raises:
+            TrainingEnded: it was spent when another pass over them has ended.
+        """
+        if self._dealt:
+            raise TrainingEnded
         while self.going:
             batch = self._next_batch()
             if batch.samples or self._own is None:
@@ -194,6 +202,7 @@ class Worker(ABC):
                 yield batch
             else:
                 self._skip()
+        self._dealt = True
 
     @abstractmethod
     def _step(self, batch: Batch) -> float:
