@@ -1,7 +1,9 @@
 """A strategy as a value, as a line of text and as a table."""
 
+import contextlib
 import dataclasses
 import pickle
+from collections.abc import Iterator
 from typing import Any, get_args
 
 import pytest
@@ -9,8 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.aggregation import Buffered, SmoothSwitch, Synchronous, text_of
+from paceline.comm.shared_pickle import object_of, parts_of
+from paceline.compression.base import Stateless
 from paceline.core.data_order import Partition
 from paceline.core.errors import InputError
+from paceline.core.registry import family_of, register
+from paceline.schedule.base import Action, Schedule
 from paceline.strategy import Recompute, Strategy
 from tests.aggregation.policy_values import policies
 from tests.comm.compression_values import compressions
@@ -115,6 +121,43 @@ def test_aggregation_is_a_policy_however_it_was_given() -> None:
     assert Strategy(aggregation="buffered:k=2").aggregation == Buffered(k=2)
     assert dataclasses.replace(Strategy(3), aggregation="buffered").aggregation == Buffered()
     assert pickle.loads(pickle.dumps(Strategy(aggregation="buffered"))) == Strategy(aggregation=Buffered())
+
+
+def test_classes_of_ones_own_travel_with_the_text_that_names_them() -> None:
+    """As into a worker, which has imported the package and nothing else."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Backwards(Schedule):
+        def actions(self, worker: int, workers: int, micro_batches: int) -> Iterator[Action]:
+            for i in reversed(range(micro_batches)):
+                yield from (Action(worker, "forward", i), Action(worker, "backward", i))
+
+    @dataclasses.dataclass(frozen=True)
+    class Signs(Stateless):
+        scale: float = 1.0
+
+        def all_reduce(self, state: None, gradient: Any, group: Any) -> int:
+            return 0
+
+    @dataclasses.dataclass(frozen=True)
+    class Patient(Buffered):
+        pass
+
+    own = {"backwards": Backwards, "signs": Signs, "patient": Patient}
+    families = {name: family_of(cls) for name, cls in own.items()}
+    with contextlib.ExitStack() as undo:
+        for name, cls in own.items():
+            register(name)(cls)
+            undo.callback(families[name].entries.pop, name)  # type: ignore[union-attr]
+        strategy = Strategy.parse("schedule=backwards compression=signs:scale=2 aggregation=patient:k=3")
+        text, parts = str(strategy), [bytes(part) for part in parts_of(strategy)]
+        for name, family in families.items():
+            del family.entries[name]  # type: ignore[union-attr]
+        for _ in range(2):  # a worker may receive it again
+            received = object_of(parts)
+            assert str(received) == text
+            assert received == Strategy.parse(text)
+            assert type(received.order).__name__ == "Backwards"
 
 
 def test_shard_rules_are_a_mapping_however_they_were_given() -> None:

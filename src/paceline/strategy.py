@@ -11,6 +11,7 @@ from paceline.aggregation import Aggregation, Synchronous, parse, registered, te
 from paceline.core.data_order import Partition
 from paceline.core.errors import InputError, check_bool, check_choice, check_int, unknown
 from paceline.core.mesh import Mesh
+from paceline.core.registry import RegisteredClass, own_entries, register_entries
 from paceline.core.text_form import format_option, parse_option, split_outside_brackets
 from paceline.schedule import Schedule
 from paceline.shard_rules import ShardRules
@@ -244,6 +245,11 @@ class Strategy:
         shown = ((name, self.bounds if name == "replicas" and self.elastic else value) for name, value in values)
         return "".join(f"{name} = {_toml(value)}\n" for name, value in shown if value is not None)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Schedule and compression are texts, which another process can't read without the classes of their names.
+        values = self.aggregation, schedule.parse(self.schedule), compression.parse(self.compression)
+        return _unpickled, (own_entries(*values), self.__dict__)
+
     def __str__(self) -> str:
         shown = (n for n in _FIELDS[1:] if n != "least_replicas" and getattr(self, n) != _DEFAULTS[n])
         return " ".join([f"replicas={self.bounds}", *(f"{name}={_text(getattr(self, name))}" for name in shown)])
@@ -322,6 +328,14 @@ class Strategy:
     def workers(self) -> int:
         """The number of workers of the whole mesh."""
         return self.mesh.workers
+
+
+def _unpickled(entries: tuple[RegisteredClass, ...], values: Mapping[str, Any]) -> Strategy:
+    """Rebuild a strategy, after the classes of one's own that its texts name are registered in this process."""
+    register_entries(entries)
+    strategy = object.__new__(Strategy)
+    strategy.__dict__.update(values)
+    return strategy
 
 
 AUTO = "auto"

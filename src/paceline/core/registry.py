@@ -15,8 +15,8 @@ A name, its options and back: ``core/text_form.py``. No family is known here; ea
 """
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
@@ -50,7 +50,8 @@ class RegisteredClass:
     def options(self) -> Mapping[str, TextOption]:
         """Return what may be written after the colon, in the constructor's order."""
         hints = get_type_hints(self.cls.__init__)
-        factories = {f.name: f.default_factory for f in fields(self.cls) if f.default_factory is not MISSING}
+        # callable: of a class that came from another process, MISSING is another object than here.
+        factories = {f.name: f.default_factory for f in fields(self.cls) if callable(f.default_factory)}
         return {
             p.name: TextOption(hints[p.name], factories[p.name]() if p.name in factories else p.default)
             for p in signature(self.cls).parameters.values()
@@ -158,6 +159,25 @@ def entry_of(value: object) -> RegisteredClass | None:
         if type(value) is entry.cls and all(getattr(value, k) == v for k, v in entry.fixed.items()):
             return entry
     return None
+
+
+def own_entries(*values: object) -> tuple[RegisteredClass, ...]:
+    """Return the names, with their classes, of values and of the values in their fields, without the package's own."""
+    package, found, left = __name__.partition(".")[0], list[RegisteredClass](), [*values]
+    while left:
+        value = left.pop()
+        if (entry := entry_of(value)) is None:
+            continue
+        if entry.cls.__module__.partition(".")[0] != package:
+            found.append(entry)
+        left += [getattr(value, f.name) for f in fields(entry.cls)]
+    return tuple(found)
+
+
+def register_entries(entries: Iterable[RegisteredClass]) -> None:
+    """Register classes that another process has registered, as :func:`register` does; again, it changes nothing."""
+    for entry in entries:
+        register(entry.name, **entry.fixed)(entry.cls)
 
 
 def registered(base: type[Any]) -> Mapping[str, type[Any]]:

@@ -1,7 +1,8 @@
 """Replicas of several workers go on by themselves, under any policy: what one worker would compute, they compute."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from torch.optim.lr_scheduler import StepLR
 
 from paceline import Run, Strategy, train
 from paceline.aggregation import SmoothSwitch
+from paceline.core.registry import family_of, register
 from paceline.engine.coordinator import Coordinator
 from paceline.engine.local.fault_injection import EventScript
+from paceline.schedule import Action, Schedule
 from tests import oracle
 from tests.engine import programs
 
@@ -23,6 +26,9 @@ STEPS = 5
 
 ROUNDING = 1e-12
 """Micro-batches and shards add the same products in another order: some rounding errors of 2e-16 each a step."""
+
+SCHEDULES = family_of(Schedule)
+assert SCHEDULES is not None
 
 MOMENTUM = functools.partial(SGD, lr=0.1, momentum=0.9)
 
@@ -43,6 +49,26 @@ def test_one_replica_on_its_own_is_one_process(local: Local, team: str) -> None:
     oracle.assert_same(trained.model, oracle.one_process(program, 1, STEPS), ROUNDING)
     assert trained.summary["updates"] == trained.summary["gradients"] == STEPS
     assert trained.summary["staleness"] == {"0": STEPS}
+
+
+def test_a_schedule_of_a_script_of_ones_own(local: Local) -> None:
+    """No worker can import the class, as none can import one of a script or of a notebook's cell."""
+
+    @register("first-come")
+    @dataclass(frozen=True)
+    class FirstCome(Schedule):
+        def actions(self, worker: int, workers: int, micro_batches: int) -> Iterator[Action]:
+            for i in range(micro_batches):
+                yield Action(worker, "forward", i)
+            for i in range(micro_batches):
+                yield Action(worker, "backward", i)
+
+    program = programs.program(optimizer=MOMENTUM)
+    try:
+        trained = local(program, "stages=2 micro_batches=2 schedule=first-come", steps=STEPS)
+    finally:
+        del SCHEDULES.entries["first-come"]
+    oracle.assert_same(trained.model, oracle.one_process(program, 1, STEPS), ROUNDING)
 
 
 @pytest.mark.parametrize("uneven", ["stages=2 shards=[2,1] micro_batches=2", "stages=2 shards=[1,2] micro_batches=1"])
