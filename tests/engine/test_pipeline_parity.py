@@ -60,6 +60,19 @@ def test_the_local_engine_starts_the_stages_itself(engine: LocalEngine, stages: 
     assert len(run.summary["utilisation"]) == stages
 
 
+@pytest.mark.parametrize("mesh", ["stages=2", "replicas=2 stages=2 aggregation=asynchronous"])
+def test_waits_for_other_stages_are_no_work(engine: LocalEngine, mesh: str) -> None:
+    run = train(programs.program(), mesh, engine=engine, steps=10, trace=True, progress=False)
+    end_s = max(span.end_ns for span in run.spans) * 1e-9
+    for number, share in enumerate(run.summary["utilisation"]):
+        place = divmod(number, 2)
+        own = [span for span in run.spans if (span.replica, span.stage) == place and span.action == "wait"]
+        waited_s = sum(span.end_ns - span.start_ns for span in own) * 1e-9
+        assert 0 < share < 1
+        # Half of the waits, since a worker may come to its first step and end its last one a little late.
+        assert share * run.summary["seconds"] < end_s - waited_s / 2
+
+
 def test_a_stage_may_have_nothing_to_train(engine: LocalEngine) -> None:
     """Also of several batches, whose gradients are divided."""
 

@@ -73,6 +73,10 @@ def test_of_a_run_that_went_on_workers_have_figures_since_then() -> None:
     assert found["payload_bytes_per_step"] == 3 * 800
 
 
+def test_work_is_unknown_where_waits_are() -> None:
+    assert summarize(ACCOUNT, HISTORY, host=True, waits_known=False)["utilisation"] == [None] * 3
+
+
 def test_figures() -> None:
     found = summarize(ACCOUNT, HISTORY, host=True)
     assert (found["steps"], found["updates"], found["gradients"], found["nonfinite"]) == (10, 12, 20, 1)

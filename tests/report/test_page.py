@@ -176,6 +176,12 @@ def test_a_loss_over_decades_has_a_logarithmic_axis() -> None:
     assert "mathdefault" not in texts[0]
 
 
+def test_work_that_is_unknown_is_not_drawn_as_none(tmp_path: Path) -> None:
+    unknown, half = (run().summary | {"utilisation": shares} for shares in ([None, None], [None, 0.5]))
+    assert "Busy time" not in Page(write(tmp_path, replace(run(traced=False), summary=unknown))).text
+    assert "mean 50%" in Page(write(tmp_path, replace(run(traced=False), summary=half))).text
+
+
 def test_many_workers_and_long_tails_stay_small(tmp_path: Path) -> None:
     summary = run().summary | {"utilisation": [0.5] * 1000, "staleness": {str(s): 1 for s in range(0, 5000, 7)}}
     assert len(write(tmp_path, replace(run(traced=False), summary=summary))) < 700_000

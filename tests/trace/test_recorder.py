@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.trace.recorder import NullRecorder, Recorder, read_packed
+from paceline.trace.recorder import AnyRecorder, NullRecorder, Recorder, read_packed
 from paceline.trace.spans import ACTIONS, Span
 
 
@@ -86,6 +86,18 @@ def test_spans_of_a_killed_writer_are_read(sink: int) -> None:
 
 def test_the_null_recorder_has_the_same_methods() -> None:
     public = {name for name in vars(Recorder) if not name.startswith("_")}
-    assert public == {name for name in vars(NullRecorder) if not name.startswith("_")} == {"close", "record"}
+    assert public == {name for name in vars(NullRecorder) if not name.startswith("_")} == {"close", "record", "wait"}
     NullRecorder().record("wait", 1, 0, 1)
     NullRecorder().close()
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_waits_are_counted_with_a_trace_or_without(sink: int, traced: bool) -> None:
+    recorder: AnyRecorder = Recorder(2, 0, 0, sink) if traced else NullRecorder()
+    recorder.record("forward", 1, 0, 3)
+    recorder.wait(1, 3, 7, micro_batch=1)
+    recorder.wait(1, 9, 10)
+    recorder.close()
+    assert recorder.waited_ns == 5
+    waits = [Span(2, 0, 0, "wait", 1, 1, 3, 7, 0), Span(2, 0, 0, "wait", 1, 0, 9, 10, 0)]
+    assert [span for span in read_packed(sink) if span.action == "wait"] == (waits if traced else [])

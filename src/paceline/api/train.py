@@ -180,7 +180,14 @@ def train_with(
         outcome = _outcome(engine, job, callbacks, files, progress)
     host = engine.name != "virtual"  # times and memory of this process say nothing about simulated workers
     shards = job.strategy.tensor_parallel
-    summary = summarize(outcome.account, outcome.history, host=host, spans=outcome.spans, shards=shards)
+    summary = summarize(
+        outcome.account,
+        outcome.history,
+        host=host,
+        spans=outcome.spans,
+        shards=shards,
+        waits_known=_waits_known(job.strategy),
+    )
     strategy, state, history = Strategy.coerce(strategy), dict(outcome.state), list(outcome.history)
     left, spans = list(outcome.account.left), list(outcome.spans)
     run = Run(program.name, strategy, engine.name, state, summary, history, left, spans, without_options(outcome.model))
@@ -194,6 +201,13 @@ def train_with(
             print(f"paceline: not saved: {error}; the returned run has it all, save it elsewhere", file=sys.stderr)
     callbacks.end(run)
     return run
+
+
+def _waits_known(strategy: Strategy) -> bool:
+    """Return whether all waits of workers for each other are measured: not those within a collective or on a device."""
+    collectives = strategy.tensor_parallel or strategy.replicated or strategy.shard_parameters
+    on_device = strategy.stage_count > 1 and strategy.device != "cpu"
+    return not (collectives or on_device)
 
 
 def _outcome(engine: Engine, job: Job, callbacks: Callbacks, files: OutFiles, progress: bool | None) -> Outcome:

@@ -51,7 +51,7 @@ class WorkerMetrics:
     Args:
         sink: keeps them.
         replica: of the worker.
-        recorder: of its spans.
+        recorder: of its spans, and of the waits within its replica.
         step_bytes: bytes that one Δ moves, both ways.
         per_step: micro-steps of one step.
     """
@@ -61,24 +61,22 @@ class WorkerMetrics:
     ) -> None:
         self._sink, self._replica, self._recorder = sink, replica, recorder
         self._step_bytes, self._per_step = step_bytes, per_step
-        self._micro_steps = self._waited_ns = self._payload = self._peak = 0
+        self._micro_steps = self._payload = self._peak = 0
         self._next_peak_check = 1
         self._before = sink.figures(replica)
         """Of processes that did this worker's work before it, and have died."""
         self._traced = not isinstance(recorder, NullRecorder)
         self._began = self._last = time.monotonic_ns()
+        self._waited_before = recorder.waited_ns
 
     def start(self) -> None:
         """Start the clock: the first grant has come."""
         self._began = self._last = time.monotonic_ns()
-        self._waited_ns = 0
+        self._waited_before = self._recorder.waited_ns
 
     def waited(self, since_ns: int, step: Clock, until_ns: int | None = None) -> None:
         """Count time from ``since_ns`` to ``until_ns`` (None: now) as waiting."""
-        now = time.monotonic_ns() if until_ns is None else until_ns
-        self._waited_ns += now - since_ns
-        if self._traced:
-            self._recorder.record("wait", step, since_ns, now)
+        self._recorder.wait(step, since_ns, time.monotonic_ns() if until_ns is None else until_ns)
 
     def spent(self, action: str, since_ns: int, step: Clock, moved: int = 0) -> None:
         """Record what the worker did from ``since_ns`` until now."""
@@ -90,7 +88,7 @@ class WorkerMetrics:
         now = time.monotonic_ns()
         self._micro_steps += 1 + skipped
         self._payload += self._step_bytes if pushed else 0
-        busy = now - self._began - self._waited_ns
+        busy = now - self._began - (self._recorder.waited_ns - self._waited_before)
         if self._micro_steps >= self._next_peak_check:  # reading it takes milliseconds, so ever more rarely
             self._peak, self._next_peak_check = max(self._peak, peak_bytes()), 2 * self._micro_steps
         steps, rest = divmod(self._micro_steps, self._per_step)

@@ -22,7 +22,13 @@ _COUNTS = ("updates", "gradients", "applied", "discarded", "cancelled", "nonfini
 
 
 def summarize(
-    account: Account, history: Sequence[Record], *, host: bool, spans: Sequence[Span] = (), shards: bool = False
+    account: Account,
+    history: Sequence[Record],
+    *,
+    host: bool,
+    spans: Sequence[Span] = (),
+    shards: bool = False,
+    waits_known: bool = True,
 ) -> dict[str, Any]:
     """Return the figures of one run, in a fixed order.
 
@@ -52,6 +58,8 @@ def summarize(
             bytes are left out.
         spans: recorded spans.
         shards: True if operators of some stage are divided.
+        waits_known: False if workers wait for each other within a step for a time that is not measured: then
+            ``utilisation`` is None for each.
     """
     workers, seconds = account.workers, account.seconds
     since_s, earlier = seconds - account.earlier_s, dict(enumerate(account.earlier_steps))
@@ -62,7 +70,7 @@ def summarize(
     if host:
         times = [w.step_time_s for w in workers if w.step_time_s is not None]
         figures["step_time_s"] = median(times) if times else None
-    figures["utilisation"] = [w.busy_s / since_s if since_s > 0 else None for w in workers]
+    figures["utilisation"] = [w.busy_s / since_s if waits_known and since_s > 0 else None for w in workers]
     histogram = sorted(account.staleness.items())
     figures["staleness_mean"] = weighted_mean(histogram)
     figures["staleness_max"] = histogram[-1][0] if histogram else None

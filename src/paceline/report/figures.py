@@ -135,17 +135,18 @@ def binned(histogram: Mapping[int, int], width: int, reach: int) -> tuple[Number
 
 
 def utilisation(groups: Sequence[StrategyRuns]) -> str | None:
-    """Return busy / total time of each worker, mean over rounds, as SVG; None if it was not measured."""
+    """Return busy / total time of each worker, mean over rounds, as SVG; None if it was measured of no worker."""
     busy = {g.strategy: mean_summary([run.summary for run in g.runs]).get("utilisation") or [] for g in groups}
-    if not any(busy.values()):
+    if all(share is None for shares in busy.values() for share in shares):
         return None
 
     def row(axes: Axes, group: StrategyRuns) -> None:
-        shares = [0.0 if share is None else share for share in busy[group.strategy]]
+        shares = {worker: share for worker, share in enumerate(busy[group.strategy]) if share is not None}
         axes.set(ylim=(0, 100), yticks=(0, 50, 100))
         if shares:
-            axes.bar(range(len(shares)), [100 * share for share in shares], width=0.78, color=group.colour)
-            axes.set_title(f"mean {fmean(shares):.0%}", loc="right", color=PALE)
+            axes.bar(list(shares), [100 * share for share in shares.values()], width=0.78, color=group.colour)
+        mean = f"mean {fmean(shares.values()):.0%}" if shares else "not measured"
+        axes.set_title(mean, loc="right", color=PALE)
 
     return _rows(groups, row, "Busy time of each worker, %", "worker")
 

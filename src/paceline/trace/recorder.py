@@ -35,6 +35,8 @@ class Recorder:
         self._worker, self._sink = (replica, stage, shard), sink
         self._buffer = bytearray(_CAPACITY)
         self._used = 0
+        self.waited_ns: Nanoseconds = 0
+        """Time of the waits so far."""
 
     def record(
         self,
@@ -53,6 +55,11 @@ class Recorder:
         if self._used == _CAPACITY:
             self.close()
 
+    def wait(self, step: int, start_ns: Nanoseconds, end_ns: Nanoseconds, micro_batch: int = 0) -> None:
+        """Record a wait, and count its time."""
+        self.waited_ns += end_ns - start_ns
+        self.record("wait", step, start_ns, end_ns, micro_batch)
+
     def close(self) -> None:
         """Write the buffer. The descriptor stays open, and recording may go on."""
         # A write to a memfd may be partial, as any write.
@@ -70,10 +77,19 @@ def drop_partial_span(sink: int) -> None:
 
 @final
 class NullRecorder:
-    """Records nothing: used while no trace is requested."""
+    """Records no spans, but counts the time of waits: used while no trace is requested."""
+
+    def __init__(self) -> None:
+        self.waited_ns: Nanoseconds = 0
+        """Time of the waits so far."""
 
     def record(self, *_: object, **__: object) -> None:
         """Do nothing."""
+
+    def wait(self, step: int, start_ns: Nanoseconds, end_ns: Nanoseconds, micro_batch: int = 0) -> None:
+        """Count the time of a wait."""
+        del step, micro_batch
+        self.waited_ns += end_ns - start_ns
 
     def close(self) -> None:
         """Do nothing."""

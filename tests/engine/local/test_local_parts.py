@@ -225,6 +225,21 @@ def test_what_was_given_back_counts_for_the_most_that_was_held(monkeypatch: pyte
     assert worker_metrics.peak_bytes() == 25 + 40
 
 
+def test_waits_within_a_step_are_no_work(metrics: MetricsBlock, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0
+    monkeypatch.setattr(worker_metrics.time, "monotonic_ns", lambda: now)
+    recorder = NullRecorder()
+    gauge = WorkerMetrics(metrics, 0, recorder, step_bytes=100, per_step=1)
+    recorder.wait(0, 0, 50)
+    now = 100
+    gauge.start()
+    recorder.wait(1, 110, 130)
+    gauge.waited(140, 1, 170)
+    now = 200
+    gauge.stepped(pushed=True)
+    assert metrics.figures(0).busy_ns == 100 - 20 - 30
+
+
 def test_a_cancelled_step_counts_whole(metrics: MetricsBlock) -> None:
     gauge = WorkerMetrics(metrics, 0, NullRecorder(), step_bytes=100, per_step=3)
     gauge.start()

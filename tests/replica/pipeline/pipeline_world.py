@@ -120,10 +120,14 @@ class Recording(NullRecorder):
     """Keeps all spans."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.spans: list[tuple[Any, ...]] = []
 
     def record(self, *span: Any) -> None:  # type: ignore[override]
         self.spans.append(span)
+
+    def wait(self, step: int, start_ns: int, end_ns: int, micro_batch: int = 0) -> None:
+        self.record("wait", step, start_ns, end_ns, micro_batch)
 
 
 def copy_of(cut: Cut, worker: int, plan: CommPlan) -> list[Any]:

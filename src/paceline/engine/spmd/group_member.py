@@ -71,7 +71,7 @@ class GroupMember(Generic[Memory]):
             inner = stepping = ranks.stepping(inner, lambda square: sum(gather(square, "the norm of a gradient")))
             reset, self.own = stepping.forget, stepping
         self._part = ShardIO(memory, place, ranks, inner, reset)
-        self._ranks = ranks
+        self._ranks, self._recorder = ranks, recorder
 
     def part_of(self, number: int, whole: FlatState, delta: FlatState) -> tuple[list[Tensor], list[Tensor]]:
         """Return views of what a worker of the replica reads of A, and of what it writes of Δ.
@@ -91,7 +91,7 @@ class GroupMember(Generic[Memory]):
 
     def leader(self, pipes: Sequence[CommandPipe], client: GroupClient, leave: Leave) -> ReplicaLeader:
         """Return the replica as the worker with the client has it."""
-        return ReplicaLeader(self._part, pipes, self.context.communicator, client, self._staged, leave)
+        return ReplicaLeader(self._part, pipes, self.context.communicator, client, self._staged, self._recorder, leave)
 
     def follower(self, pipe: CommandPipe, metrics: WorkerMetrics, leave: Leave) -> Follower:
         """Return what executes the leader's commands."""

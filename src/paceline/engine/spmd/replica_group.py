@@ -29,6 +29,7 @@ from paceline.engine.worker_metrics import WorkerMetrics
 from paceline.program import map_tree
 from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.flat_state import FlatState
+from paceline.trace.recorder import AnyRecorder
 
 # Number of an attempt -> leaves a copy of what a worker keeps after it.
 Leave: TypeAlias = Callable[[Clock], None]
@@ -255,6 +256,8 @@ class ReplicaLeader(Replica):
     client: GroupClient
     receives_loss: bool
     """Whether the last follower sends the loss of each micro-step, which the leader does not know."""
+    recorder: AnyRecorder
+    """Counts the waits for followers."""
     leave: Leave = lambda _: None
     """Leaves a copy of what this worker keeps after an attempt."""
     reset: bool = False
@@ -276,18 +279,25 @@ class ReplicaLeader(Replica):
             map_tree(partial(broadcast, self.communicator), tensors)
         loss = self.part.inner.advance(batch, clock)
         if self.receives_loss and batch.samples:
-            loss = float(self.pipes[-1].answer("the loss of a micro-step"))
+            loss = float(self._answer(self.pipes[-1], "the loss of a micro-step"))
         return loss
 
     def finish(self, out: FlatState) -> Measured:
         del out  # each worker writes its part of Δ into it
         _, _, slot = self.client.place()
         send_all(self.pipes, FinishCommand(slot))
-        measured = PartDone.merge([self.part.finish(slot), *(pipe.answer("its part of Δ") for pipe in self.pipes)])
+        own = self.part.finish(slot)
+        measured = PartDone.merge([own, *(self._answer(pipe, "its part of Δ") for pipe in self.pipes)])
         self.reset = not measured.finite
         if measured.finite:  # else there is no copy of what the replica keeps, for this worker's is not there
             self.leave(self.client.attempt)
         return measured
+
+    def _answer(self, pipe: CommandPipe, description: str) -> Any:
+        began = time.monotonic_ns()
+        answer = pipe.answer(description)
+        self.recorder.waited_ns += time.monotonic_ns() - began
+        return answer
 
 
 @dataclass

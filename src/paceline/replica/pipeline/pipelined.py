@@ -47,7 +47,7 @@ class TiedGradients:
         holders = {name: sorted({plan.stage_of(part) for part in parts}) for name, parts in plan.tied.items()}
         self.holders = {n: stages for n, stages in sorted(holders.items()) if own.stage in stages and len(stages) > 1}
         """Parameter -> the stages that hold it, of those that this worker and another one hold."""
-        self._stage, self._p2p = own.stage, context.p2p
+        self._stage, self._p2p, self._recorder = own.stage, context.p2p, context.recorder
         others = {stage for stages in self.holders.values() for stage in stages if stage != own.stage}
         # Each replica of a stage receives from one replica of each other stage, and sends to those that receive of it.
         self._source = {stage: replicas.number(replicas.partner(own, stage)) for stage in others}
@@ -77,12 +77,15 @@ class TiedGradients:
         for name, stage in others:
             for destination in self._destinations[stage]:
                 p2p.isend(own[name], destination, descriptions[name])
+        began = time.monotonic_ns()
+        received = {place: receive() for place, receive in receives.items()}
+        p2p.wait_sends()
+        self._recorder.waited_ns += time.monotonic_ns() - began
         for name, stages in self.holders.items():  # by ascending stage: all of them get the same bits
-            first, *rest = (own[name] if each == self._stage else receives[name, each]() for each in stages)
+            first, *rest = (own[name] if each == self._stage else received[name, each] for each in stages)
             gradients[name].copy_(first)
             for each in rest:
                 gradients[name].add_(each)
-        p2p.wait_sends()
 
 
 class Pipelined(Replica):
@@ -158,7 +161,7 @@ class Pipelined(Replica):
                 replicas.all_reduce(term, "the loss of other micro-batches")
                 total_loss = float(term)
             mean = total_loss / batch.samples
-        runtime.record("wait", clock + 1, began)
+        runtime.waited(clock + 1, began)
         for stage in runtime.stages.values():
             stage.end_mini_batch()
         self._losses += total_loss

@@ -105,6 +105,10 @@ class StageRuntime:
         if self._recorder is not None:
             self._recorder.record(action, step, began, time.monotonic_ns(), index, moved_bytes)
 
+    def waited(self, step: int, began: int, index: int = 0) -> None:
+        """Count the time from ``began`` to now as waiting, and record it."""
+        self._context.recorder.wait(step, began, time.monotonic_ns(), index)
+
     def _forward(
         self, task: ScheduledAction, following: ScheduledAction | None, micro_batch: MicroBatch, step: int
     ) -> Tensor | None:
@@ -112,7 +116,7 @@ class StageRuntime:
         if task.receives:
             began = time.monotonic_ns()
             by_name = {message.name: self.queue.receive(message) for message in task.receives}
-            self.record("wait", step, began, micro_batch.index)
+            self.waited(step, began, micro_batch.index)
             # Messages come by rank, the part takes its values in the order of its crossings.
             received = [by_name[crossing.name] for crossing in stage.part.received]
 
@@ -151,7 +155,7 @@ class StageRuntime:
                 assert isinstance(gradient, Tensor)
                 # Not in place: a gradient of a part of this worker is still the other part's own tensor.
                 sums[message.name] = sums[message.name] + gradient if message.name in sums else gradient
-            self.record("wait", step, began, micro_batch.index)
+            self.waited(step, began, micro_batch.index)
 
         began, split = time.monotonic_ns(), task.action.kind == "backward_input"
         moved = stage.backward(micro_batch, sums, task.sends, self.queue.send_gradient, split=split)
