@@ -92,7 +92,6 @@ def test_canonical_text(strategy: Strategy, text: str) -> None:
 
 
 FREE = [
-    ("", "replicas=1"),
     ("  aggregation=synchronous\n replicas=1 ", "replicas=1"),
     ("stages=[3, 1]", "replicas=1 stages=[3,1]"),
     ("threads=auto micro_batches=auto shard_optimizer=auto", "replicas=1"),
@@ -232,6 +231,14 @@ WRONG = [
     ("micro_batches=0", "micro_batches=0"),
     ("threads=0", "threads=0"),
     ("accumulate=0", "accumulate=0"),
+    ("", "strategy='' says nothing; write replicas=1"),
+    (" ", "strategy=' ' says nothing; write replicas=1"),
+    (
+        "replicas=99999999999999",
+        "replicas=99999999999999, but it can be 1,000,000 at most; write replicas=1000000 or less",
+    ),
+    ("replicas=1..99999999999999", "it can be 1,000,000 at most"),
+    ("stages=99999999999999", "stages=99999999999999, but it can be 1,000,000 at most"),
     ("schedule=1b1f", "unknown schedule '1b1f'; did you mean '1f1b'"),
     ("schedule=interleaved:chunks=1", "interleaved:chunks=1, but it must be a whole number of at least 2; write"),
     ("schedule=gpipe:chunks=2", "unknown option of gpipe 'chunks'"),

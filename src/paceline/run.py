@@ -41,7 +41,7 @@ from paceline.metrics.short_forms import figures, html_table, sentence
 from paceline.metrics.summary import json_safe
 from paceline.plots import plot, plot_svg
 from paceline.program import Program
-from paceline.strategy import Strategy
+from paceline.strategy import Strategy, without_classes
 from paceline.trace.spans import Span, read_spans, write_spans
 
 if TYPE_CHECKING:
@@ -206,8 +206,8 @@ def load(path: str | Path, program: Program | None = None) -> Run:
         try:
             strategy = Strategy.parse(text)
         except InputError:
-            # The figures must stay readable even if only the program's own code knows the policy or threshold.
-            Strategy.parse(" ".join(word for word in text.split() if not word.startswith("aggregation=")))
+            # The figures must stay readable even if only the program's own code knows a policy or a schedule, say.
+            Strategy.parse(without_classes(text))
     summary = read_json(folder / "summary.json")
     with reading(folder / "summary.json"):
         left = [ReplicaExit(**row) for row in summary.pop("left")]

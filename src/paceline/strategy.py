@@ -4,7 +4,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Generic, Literal, TypeAlias, TypeGuard, TypeVar, final, get_args, get_type_hints
+from typing import Any, Literal, TypeAlias, TypeGuard, final, get_args, get_type_hints
 
 from paceline import compression, schedule
 from paceline.aggregation import Aggregation, Synchronous, parse, registered, text_of
@@ -12,7 +12,7 @@ from paceline.core.data_order import Partition
 from paceline.core.errors import InputError, check_bool, check_choice, check_int, unknown
 from paceline.core.mesh import Mesh
 from paceline.core.registry import RegisteredClass, own_entries, register_entries
-from paceline.core.text_form import format_option, parse_option, split_outside_brackets
+from paceline.core.text_form import ParsedField, format_option, parse_option, split_outside_brackets
 from paceline.schedule import Schedule
 from paceline.shard_rules import ShardRules
 
@@ -25,30 +25,8 @@ BatchNorm: TypeAlias = Literal["micro-batch", "mini-batch"]
 # Of ``compile=``: one list of operators instead of what torch.compile makes.
 GRAPH = "graph"
 
-Value = TypeVar("Value")
-Given = TypeVar("Given")
-
-
-class ParsedField(Generic[Value, Given]):
-    """A field that takes a value or its text, and always reads as the value.
-
-    Args:
-        default: the default value.
-        parsed: function that makes a value of all that the field takes; it raises InputError for anything else.
-    """
-
-    def __init__(self, default: Value, parsed: Callable[[Given], Value]) -> None:
-        self.default, self.parsed = default, parsed
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, strategy: "Strategy | None", owner: type) -> Value:
-        value: Value = self.default if strategy is None else strategy.__dict__[self.name]
-        return value
-
-    def __set__(self, strategy: "Strategy", value: Given) -> None:
-        strategy.__dict__[self.name] = self.parsed(value)
+# Of each number of replicas, stages, shards and micro-batches, which are listed one by one.
+MOST = 1_000_000
 
 
 def _policy(value: Aggregation[Any] | str) -> Aggregation[Any]:
@@ -56,6 +34,10 @@ def _policy(value: Aggregation[Any] | str) -> Aggregation[Any]:
     if not isinstance(policy, Aggregation):
         raise InputError(f"aggregation={value!r} is no policy; write aggregation=synchronous, or a policy's object.")
     return policy
+
+
+_SHARD_RULES: ParsedField[ShardRules, Mapping[str, str] | str] = ParsedField(ShardRules(), ShardRules)
+_AGGREGATION: ParsedField[Aggregation[Any], Aggregation[Any] | str] = ParsedField(Synchronous(), _policy)
 
 
 @final
@@ -120,10 +102,10 @@ class Strategy:
     micro_batches: int | None = None
     recompute: Recompute = "none"
     cuts: tuple[str, ...] = ()
-    shard_rules: ParsedField[ShardRules, Mapping[str, str] | str] = ParsedField(ShardRules(), ShardRules)
+    shard_rules: ParsedField[ShardRules, Mapping[str, str] | str] = _SHARD_RULES
     stage_memory_bytes: int | None = None
     batchnorm: BatchNorm = "micro-batch"
-    aggregation: ParsedField[Aggregation[Any], Aggregation[Any] | str] = ParsedField(Synchronous(), _policy)
+    aggregation: ParsedField[Aggregation[Any], Aggregation[Any] | str] = _AGGREGATION
     accumulate: int = 1
     partition: Partition = "global"
     threads: int | None = None
@@ -142,17 +124,9 @@ class Strategy:
             least, most = _bounds(self.replicas)
             object.__setattr__(self, "replicas", most)
             object.__setattr__(self, "least_replicas", least)
-        for name in (
-            "replicas",
-            "least_replicas",
-            "accumulate",
-            "micro_batches",
-            "stage_memory_bytes",
-            "threads",
-            "servers",
-        ):
+        for name, most in _NUMBERS.items():
             if getattr(self, name) is not None or _DEFAULTS[name] is not None:
-                check_int(name, getattr(self, name), least=1)
+                check_int(name, getattr(self, name), least=1, most=most)
         if self.least_replicas is not None and self.least_replicas > self.replicas:
             raise InputError(
                 f"replicas={self.least_replicas}..{self.replicas}: the lower bound comes first; write "
@@ -182,7 +156,7 @@ class Strategy:
             if isinstance(size, list | tuple):
                 object.__setattr__(self, name, tuple(size))
             for part in size if isinstance(size, list | tuple) and size else (size,):
-                check_int(name, part, least=1)
+                check_int(name, part, least=1, most=MOST)
         # Checked last: the number of stages is known only after all sizes are whole numbers.
         if isinstance(self.shards, tuple) and len(self.shards) != self.stage_count:
             raise InputError(
@@ -200,7 +174,8 @@ class Strategy:
                 "itself, replicas=2 for instance."
             )
         values: dict[str, Any] = {}
-        words = [*filter(None, split_outside_brackets(" ".join(text.split()), at=" "))]
+        if not (words := _words(text)):
+            raise InputError(f"strategy={text!r} says nothing; write replicas=1 for one replica, or replicas=4.")
         _refuse_commas(words)
         for word in words:
             name, equals, value = word.partition("=")
@@ -211,7 +186,7 @@ class Strategy:
             if name in values:
                 raise InputError(f"the strategy says {name} twice; write {word} once.")
             value = value.replace(" ", "")
-            if name in ("aggregation", "shard_rules", *_CANONICAL) or (name == "replicas" and ".." in value):
+            if name in ("shard_rules", *_CLASSES) or (name == "replicas" and ".." in value):
                 values[name] = value  # the fields themselves read these
             elif value == "auto" and _DEFAULTS[name] is None:
                 values[name] = None
@@ -350,11 +325,31 @@ def is_auto(strategy: object) -> TypeGuard[str]:
     return isinstance(strategy, str) and strategy.split()[:1] == [AUTO]
 
 
+def without_classes(text: str) -> str:
+    """Return the text of a strategy without the fields whose values may be of classes that a program's own code has.
+
+    >>> without_classes("stages=2 schedule=first-come aggregation=mine:over=(buffered:k=2)")
+    'stages=2'
+    """
+    kept = [word for word in _words(text) if word.partition("=")[0] not in _CLASSES]
+    return " ".join(kept) or str(Strategy())
+
+
 _FIELDS = tuple(field.name for field in fields(Strategy))
 _HINTS = get_type_hints(Strategy)
 _DEFAULTS = {name: getattr(Strategy, name) for name in _FIELDS}
 _CANONICAL: Mapping[str, Callable[[Any], str]] = {"schedule": schedule.canonical, "compression": compression.canonical}
+# Fields whose values may be of classes of one's own.
+_CLASSES = ("aggregation", *_CANONICAL)
+_NUMBERS: Mapping[str, int | None] = {
+    **dict.fromkeys(("replicas", "least_replicas", "micro_batches"), MOST),
+    **dict.fromkeys(("accumulate", "stage_memory_bytes", "threads", "servers")),
+}
 _CHOICES = {name: get_args(_HINTS[name]) for name in ("recompute", "batchnorm", "partition")}
+
+
+def _words(text: str) -> list[str]:
+    return [*filter(None, split_outside_brackets(" ".join(text.split()), at=" "))]
 
 
 def _bounds(text: str) -> tuple[int, int]:

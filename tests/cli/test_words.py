@@ -36,6 +36,13 @@ REFUSED = [
     (["train", "digits", "--strategy", "aggregation=asynchronos"], "did you mean 'asynchronous'?"),
     (["train", "digits", "--strategy", "stages=x", "--show-stages"], "stages=x, but it must be"),
     (["train", "own.py:program", "--strategy", "replicas=0 aggregation=own"], "write replicas=1"),
+    (["train", "own.py:program", "--strategy", "replica=2 schedule=own compression=own"], "did you mean 'replicas'?"),
+    (["train", "digits", "--strategy", ""], "strategy='' says nothing; write replicas=1"),
+    (["share", "digits", "synthetic", "--strategy", " "], "strategy=' ' says nothing; write replicas=1"),
+    (
+        ["train", "digits", "--strategy", "replicas=99999999999999"],
+        "it can be 1,000,000 at most; write replicas=1000000",
+    ),
     (["compare", "digits", "--strategy", "replicas=1", "--strategy", "replica=2"], "did you mean 'replicas'?"),
     (["compare", "digits", "--strategy", "replicas=1", "--baseline", "replica=1"], "did you mean 'replicas'?"),
     (["share", "digits", "synthetic", "--strategy", "shard=2"], "did you mean 'shards'?"),
@@ -79,8 +86,15 @@ def test_words_that_mean_nothing_are_refused_before_torch_is_imported(answers: A
     assert REFUSED[number][1] in "\n".join(lines)
 
 
-def test_a_policy_that_only_a_programs_own_file_knows_is_left_to_it(invoke: Any, calls: Any) -> None:
-    strategy = "replicas=2 aggregation=of-the-file:bound=2"
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "replicas=2 aggregation=of-the-file:bound=2",
+        "stages=2 schedule=of-the-file",
+        "compression=of-the-file aggregation=of-the-file:over=(buffered:k=2)",
+    ],
+)
+def test_what_only_a_programs_own_file_registers_is_left_to_it(invoke: Any, calls: Any, strategy: str) -> None:
     assert invoke("train", "own.py:program", "--strategy", strategy).exit_code == 0
     assert calls.of("train")[0] == ("the program", strategy)
 

@@ -24,7 +24,7 @@ def compare(
 ) -> None:
     """Train PROGRAM under several strategies, from the same start and under the same budget."""
     with session(json_output=json):
-        shared.refuse([*strategy, *([baseline] if baseline else [])], [program])
+        shared.refuse([*strategy, *([] if baseline is None else [baseline])], [program])
         from paceline.api.compare import compare
         from paceline.engine.run_context import is_main
 

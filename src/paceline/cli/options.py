@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec
 from typer import Argument, Option
 
 from paceline.core.conditions import Condition
-from paceline.strategy import Strategy, is_auto
+from paceline.strategy import Strategy, is_auto, without_classes
 
 if TYPE_CHECKING:
     from paceline.program import Program
@@ -109,7 +109,7 @@ class Shared:
 
         Args:
             strategies: texts of strategies, or ``auto``.
-            programs: as named on the command line: a program's own file may register policies.
+            programs: as named on the command line: a program's own file may register what a strategy names.
         """
         refuse_strategies(strategies, programs)
         if self.until is not None:
@@ -135,15 +135,12 @@ def refuse_strategies(strategies: Iterable[str], programs: Iterable[str]) -> Non
 
     Args:
         strategies: texts of strategies, or ``auto``.
-        programs: as named on the command line: a program's own file may register policies.
+        programs: as named on the command line: a program's own file may register what a strategy names.
     """
-    own_policies = any(":" in program for program in programs)
+    registers = any(":" in program for program in programs)
     for text in strategies:
-        if is_auto(text):
-            continue
-        words = text.split()
-        known = [word for word in words if not (own_policies and word.startswith("aggregation="))]
-        Strategy.parse(" ".join(known))
+        if not is_auto(text):
+            Strategy.parse(without_classes(text) if registers else text)
 
 
 _PROGRAM_OPTIONS = ("data", "batch_size", "seed")

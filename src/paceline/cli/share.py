@@ -41,13 +41,14 @@ def share(
         twice = [name for name in programs if programs.count(name) > 1]
         if twice:
             raise InputError(f"{twice[0]} is given twice; write it once, or two programs of a file, file.py:name")
-        shared.refuse([strategy] if strategy else [], programs)
+        strategy = default_strategy() if strategy is None else strategy
+        shared.refuse([strategy], programs)
         from paceline.api.share_workers import share_workers
 
         jobs = {name: shared.program(name) for name in programs}
         result = share_workers(
             jobs,
-            strategy or default_strategy(),
+            strategy,
             scheduler=scheduler,
             slice_steps=slice_steps,
             loss=loss,

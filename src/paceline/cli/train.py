@@ -105,7 +105,7 @@ def train(
     json: Json = False,
 ) -> None:
     """Train PROGRAM under one strategy and print what it reached."""
-    strategy = strategy or default_strategy()
+    strategy = default_strategy() if strategy is None else strategy
     with session(json_output=json):
         shown = {"--show-stages": show_stages, "--show-shards": show_shards, "--show-mesh": show_mesh}
         options = [option for option, given in shown.items() if given]

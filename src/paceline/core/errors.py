@@ -158,8 +158,8 @@ def kind_and_text(process: ReplicaId | str, error: BaseException) -> tuple[str, 
     return WorkerError.__name__, failure_text(json.loads(encode_failure(process, error)))
 
 
-def check_int(name: str, value: object, *, least: int) -> None:
-    """Require an int of at least ``least``.
+def check_int(name: str, value: object, *, least: int, most: int | None = None) -> None:
+    """Require an int of at least ``least``, and at most ``most``.
 
     >>> check_int("buffered:k", 0, least=1)
     Traceback (most recent call last):
@@ -168,6 +168,8 @@ def check_int(name: str, value: object, *, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         rule = f"a whole number of at least {least}"
         raise InputError(f"{name}={value}, but it must be {rule}; write {name}={least}.")
+    if most is not None and value > most:
+        raise InputError(f"{name}={value}, but it can be {most:,} at most; write {name}={most} or less.")
 
 
 def check_number(name: str, value: object, rule: str, holds: Callable[[float], bool], *, instead: float) -> None:

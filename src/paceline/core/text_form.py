@@ -14,12 +14,14 @@ A type of options that is none of Python's own, as ``5/lr`` above, joins with :f
 from collections.abc import Callable, Iterator, Mapping
 from inspect import Parameter
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin
 
 from paceline.core.errors import InputError, unknown
 from paceline.core.registry import Family, TextOption, entry_of, family_of
 
 T = TypeVar("T")
+Value = TypeVar("Value")
+Given = TypeVar("Given")
 
 
 def text_of(value: object) -> str:
@@ -205,3 +207,25 @@ def option_type(words: str) -> Callable[[type[T]], type[T]]:
         return cls
 
     return decorate
+
+
+class ParsedField(Generic[Value, Given]):
+    """A field of a dataclass that takes a value or its text, and always reads as the value.
+
+    Args:
+        default: the default value.
+        parsed: function that makes a value of all that the field takes; it raises InputError for anything else.
+    """
+
+    def __init__(self, default: Value, parsed: Callable[[Given], Value]) -> None:
+        self.default, self.parsed = default, parsed
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, owner: object, kind: type) -> Value:
+        value: Value = self.default if owner is None else owner.__dict__[self.name]
+        return value
+
+    def __set__(self, owner: object, value: Given) -> None:
+        owner.__dict__[self.name] = self.parsed(value)
