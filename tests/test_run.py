@@ -5,9 +5,10 @@ import json
 import math
 import os
 import random
+import signal
 import tomllib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ from paceline.aggregation import SmoothSwitch
 from paceline.checkpoint.manifest import Manifest
 from paceline.core.errors import InputError
 from paceline.core.records import RECORD_FIELDS, Record, ReplicaExit
-from paceline.core.safe_files import check_out, new_folder
+from paceline.core.registry import family_of, register
+from paceline.core.safe_files import check_out, new_folder, reserved
 from paceline.program import Program
 from paceline.run import Run, load, load_state, save_state
+from paceline.schedule.gpipe import GPipe
 from paceline.strategy import Strategy
 from paceline.trace.spans import Span
 
@@ -126,6 +129,19 @@ def test_a_policy_that_only_its_program_knows_is_kept_as_text(tmp_path: Path) ->
     assert "grows" in back.strategy
     back.save(tmp_path / "b")
     assert load(tmp_path / "b").to_json() == run.to_json()
+
+
+def test_a_schedule_that_only_its_program_knows_is_kept_as_text(tmp_path: Path) -> None:
+    @register("of-the-program")
+    @dataclass(frozen=True)
+    class OfTheProgram(GPipe):
+        pass
+
+    run, family = make_run(strategy=Strategy(stages=2, schedule="of-the-program")), family_of(GPipe)
+    assert family is not None
+    del family.entries["of-the-program"]
+    run.save(tmp_path / "a")
+    assert load(tmp_path / "a").strategy == "replicas=1 stages=2 schedule=of-the-program"
 
 
 def test_json_has_exactly_the_keys_of_the_command_line() -> None:
@@ -233,6 +249,45 @@ def test_a_place_that_is_not_writable_is_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(os, "access", lambda path, mode: not (Path(path) == tmp_path and mode & os.W_OK))
     with pytest.raises(InputError, match="not writable"):
         check_out(tmp_path / "a" / "b")
+
+
+@pytest.mark.parametrize(
+    ("path", "match"),
+    [
+        ("", "'' names no folder; write the path of a new one, 'runs/a'"),
+        (3, "3 names no folder"),
+        (".", "exists, and nothing is overwritten; write another folder, ./a for instance"),
+        ("/proc/a", "/proc/a can't be made: "),
+    ],
+)
+def test_what_can_be_no_new_folder(path: Any, match: str) -> None:
+    with pytest.raises(InputError, match=match), reserved(path):
+        pass
+
+
+def test_a_folder_is_reserved_by_one_run_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.core.safe_files.LOCK_WAIT_S", 0.0)
+    with reserved(tmp_path / "runs" / "a") as folder:
+        match = "another run that has not ended is to be saved in .*a-2 for instance"
+        with pytest.raises(InputError, match=match), reserved(folder):
+            pass
+        with new_folder(folder):  # by the run itself
+            pass
+    assert os.listdir(tmp_path / "runs") == ["a"]
+    with reserved(tmp_path / "other" / "b"):
+        pass
+    assert os.listdir(tmp_path) == ["runs"]
+
+
+def test_what_a_killed_run_had_reserved_is_free(tmp_path: Path) -> None:
+    if (child := os.fork()) == 0:
+        with reserved(tmp_path / "a"):
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert os.listdir(tmp_path) == [".a.reserved.partial"]
+    with reserved(tmp_path / "a") as folder, new_folder(folder):
+        pass
+    assert os.listdir(tmp_path) == ["a"]
 
 
 # -------------------------------------------------------------------------------------------------------- damaged files

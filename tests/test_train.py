@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 import paceline
 from paceline import InputError, Program, Run, train
 from paceline.api.train import check, open_engine
+from paceline.core.safe_files import reserved
 from paceline.device import kept_generators
 from paceline.engine.virtual.engine import VirtualEngine
 from tests.engine import programs
@@ -278,6 +279,12 @@ def test_data_that_come_from_a_function(
 
 def test_an_output_folder_that_is_there(engine: VirtualEngine, tmp_path: Path) -> None:
     refused("exists, and nothing is overwritten; write another folder", out=tmp_path)
+
+
+def test_an_output_folder_of_a_run_under_way(engine: VirtualEngine, tmp_path: Path) -> None:
+    """It would train to its end, and then find that the other one has saved its run there."""
+    with reserved(tmp_path / "a"):
+        refused("another run that has not ended is to be saved in", out=tmp_path / "a")
 
 
 def test_torchrun(engine: VirtualEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,12 @@
 """What is written is what is read, by any split, and it appears whole or not at all."""
 
+import json
 import os
 import random
 import shutil
 import signal
+import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,11 +17,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from paceline.checkpoint import writer_process
 from paceline.checkpoint.base import TensorChunk, chunks_of_range
 from paceline.checkpoint.manifest import DTYPES, Manifest
 from paceline.checkpoint.options import CheckpointOptions
 from paceline.checkpoint.reader import Checkpoint, newest
 from paceline.checkpoint.writer import CheckpointWriter, SaveResult
+from paceline.comm import liveness
 from paceline.core.errors import InputError
 
 RUN = "ab12"
@@ -191,6 +196,18 @@ def test_a_folder_is_written_by_one_run_at_a_time(writer: CheckpointWriter, tmp_
         assert [path.name for path in folder.iterdir()] == ["step-2"]
     finally:
         other.close()
+
+
+def test_its_process_ends_silently_where_training_was_killed_with_an_answer_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link.send(b"an answer")
+    training.close()
+    settings = json.dumps({"folder": str(tmp_path), "run": RUN, "part": 0, "parts": 1, "keep": 3, "timeout_s": 1.0})
+    monkeypatch.setattr(liveness, "watch_and_exit", lambda parent: None)
+    monkeypatch.setattr(sys, "argv", ["writer_process", str(link.detach()), "0", settings])
+    writer_process.main()
 
 
 def test_a_folder_that_was_removed_is_made_anew(writer: CheckpointWriter, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """compare: several strategies from the same start, with the same data, under the same budget."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from paceline.api.train import check, opened, resolve_auto, train
 from paceline.comparison import Comparison, find_baseline, load_comparison, run_folder
 from paceline.core.errors import InputError, PacelineError
 from paceline.core.program_import import refuse_while_importing
-from paceline.core.safe_files import check_out
+from paceline.core.safe_files import check_out, reserved
 from paceline.engine.base import Engine
 from paceline.engine.run_context import is_main
 from paceline.program import Program
@@ -84,8 +85,8 @@ def compare(
     # All strategies are checked before the first is trained.
     for strategy in chosen.values():
         check(program, strategy, engine=engine, **budget)
-    with opened(engine) as engine:
-        folder = Path(out) if out is not None and is_main(engine.name) else None
+    with opened(engine) as engine, ExitStack() as closing:
+        folder = closing.enter_context(reserved(out)) if out is not None and is_main(engine.name) else None
         running = RunningComparison(against, folder, tensorboard, {text: [] for text in chosen})
         signal = running.run(program, chosen, engine, rounds, budget | {"progress": progress})
     if not any(running.runs.values()):

@@ -30,7 +30,7 @@ from paceline.core.errors import (
     check_positive,
     unknown,
 )
-from paceline.core.safe_files import check_out, check_writable
+from paceline.core.safe_files import check_writable, reserved
 from paceline.core.types import Seconds
 from paceline.engine.base import Engine
 from paceline.parameter_scheduling.schedulers import Scheduler
@@ -123,9 +123,9 @@ def share_workers(
         if out is None:
             raise InputError("tensorboard=True writes next to the saved runs; write out='runs/a' too")
         require_package("tensorboard", "tensorboard=True")
-    if out is not None:
-        check_out(out)
     with ExitStack() as closing:
+        if out is not None:
+            closing.enter_context(reserved(out))
         engine = closing.enter_context(opened(engine))
         # All are checked before the first is trained.
         for name, program in jobs.items():
@@ -138,8 +138,8 @@ def share_workers(
         workers = SharedWorkers(jobs, strategy, engine, budget.until, folder, settings)
         report = closing.enter_context(measuring(progress, f"{len(jobs)} jobs: {strategy}"))
         shared = _share(turns, workers, report)
-    if out is not None:
-        shared.save(out, tensorboard=tensorboard)
+        if out is not None:
+            shared.save(out, tensorboard=tensorboard)
     return shared
 
 

@@ -14,7 +14,7 @@ from paceline.callbacks.out_files import OutFiles
 from paceline.clock.times import Delay, Times
 from paceline.core.errors import InputError, drop_engines_frames, unknown
 from paceline.core.program_import import refuse_while_importing
-from paceline.core.safe_files import check_out
+from paceline.core.safe_files import reserved
 from paceline.core.types import Seconds
 from paceline.engine import ENGINES
 from paceline.engine.base import Engine, Job, OnDeath, OnNonFinite, Outcome, Progress, Watcher
@@ -163,7 +163,23 @@ def train_with(
     refuse_while_importing("train" if options.loop is None else "launch")
     # Refused now rather than after hours of training; under torchrun by the rank that writes there, and may have begun.
     writes = is_main(engine if isinstance(engine, str) else engine.name)
-    folder = None if out is None else check_out(out) if writes else Path(out).absolute()
+    if out is None or not writes:
+        folder = None if out is None else Path(out).absolute()
+        return _trained(program, strategy, engine, options, folder, progress=progress, tensorboard=tensorboard)
+    with reserved(out) as folder:
+        return _trained(program, strategy, engine, options, folder, progress=progress, tensorboard=tensorboard)
+
+
+def _trained(
+    program: Program,
+    strategy: Strategy | str,
+    engine: str | Engine,
+    options: TrainOptions,
+    folder: Path | None,
+    *,
+    progress: bool | None,
+    tensorboard: bool,
+) -> Run:
     if tensorboard:
         if folder is None:
             raise InputError("tensorboard=True writes next to the saved run; write out='runs/a' too")

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import InputError, check_int
-from paceline.core.safe_files import lock_alone
+from paceline.core.safe_files import LOCK_WAIT_S, lock_alone
 from paceline.core.types import Seconds
 
 # Seconds of each unit of time.
 _UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
-# How long a run that was killed may hold the lock on its folder.
-LOCK_WAIT_S: Seconds = 2.0
 
 _INTERVAL = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(s|sec|min|h|steps?)\s*")
 

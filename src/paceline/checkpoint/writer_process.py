@@ -42,10 +42,19 @@ from paceline.checkpoint.manifest import (
     checkpoint_folders,
     chunk_key,
 )
-from paceline.checkpoint.options import LOCK_WAIT_S, other_run
+from paceline.checkpoint.options import other_run
 from paceline.comm import linux, liveness
 from paceline.core.errors import InputError, PacelineError, WaitTimeoutError
-from paceline.core.safe_files import lock_alone, locked, naming, read_bytes, reading, remove_leftover, sync
+from paceline.core.safe_files import (
+    LOCK_WAIT_S,
+    lock_alone,
+    locked,
+    naming,
+    read_bytes,
+    reading,
+    remove_leftover,
+    sync,
+)
 from paceline.core.types import Seconds, Version
 
 # Bytes that are hashed and written at a time.
@@ -276,6 +285,12 @@ def main() -> None:
     link, parent, settings = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), json.loads(sys.argv[3])
     liveness.watch_and_exit(parent)
     writer = PartWriter(Path(settings.pop("folder")), **settings)
+    with link, suppress(ConnectionError):  # training was killed with an answer unread
+        _serve(link, writer)
+
+
+def _serve(link: socket.socket, writer: PartWriter) -> None:
+    """Answer requests until the other end of the socket is closed."""
     staging = memoryview(b"")
     while True:
         message, handles, _, _ = socket.recv_fds(link, 1, 2, socket.MSG_CMSG_CLOEXEC)

@@ -34,6 +34,8 @@ _LARGEST_HEADER_BYTES = 16 << 20
 _LARGEST_METADATA_BYTES = 1 << 20
 # A file of so many bytes, of which the disk has not even a part in so many, was never written as one.
 _SPARSE_BYTES, _SPARSE_RATIO = 1 << 30, 1024
+# How long a process that was killed may hold a lock.
+LOCK_WAIT_S: Seconds = 2.0
 _BLOCK_BYTES = 512  # of st_blocks, whatever the file system's are
 _HALF_SURROGATE = re.compile(rb"\\u[dD][89abAB]")
 
@@ -133,11 +135,68 @@ def naming(path: Path) -> Iterator[None]:
 
 def check_out(path: str | Path) -> Path:
     """Return the absolute path of a folder that is to be written later; raise InputError if that can't work."""
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise InputError(f"{path!r} names no folder; write the path of a new one, 'runs/a' for instance")
     target = Path(path).absolute()
     if os.path.lexists(target):
-        raise InputError(f"{path} exists, and nothing is overwritten; write another folder, {path}-2 for instance")
+        raise InputError(
+            f"{path} exists, and nothing is overwritten; write another folder, {_other(path)} for instance"
+        )
     check_writable(target)
     return target
+
+
+def _other(path: str | Path) -> str:
+    """Return the path of another folder, for messages."""
+    return f"{path}-2" if Path(path).name not in ("", "..") else os.path.join(path, "a")
+
+
+@contextmanager
+def reserved(path: str | Path) -> Iterator[Path]:
+    """Keep the path of a folder that is to be written later for this process alone, as long as the block lasts.
+
+    A locked folder beside it stands for it; both are gone with the block, and the lock with the process.
+
+    Yields:
+        The absolute path.
+
+    Raises:
+        InputError: it exists or can't be made, or another run has reserved it.
+    """
+    target = check_out(path)
+    place = target.with_name(f".{target.name}.reserved.partial")
+    missing = [parent for parent in target.parents if not parent.exists()]
+    handle = _lock_place(path, place)
+    try:
+        check_out(path)  # the run that had it may have ended well
+        yield target
+    finally:
+        for folder in (place, *missing):
+            with suppress(OSError):  # others are in it by now
+                folder.rmdir()
+        if handle is not None:
+            os.close(handle)
+
+
+def _lock_place(path: str | Path, place: Path) -> int | None:
+    """Make a folder and lock it for this process alone, as :func:`lock_alone` does."""
+    while True:
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"{path} can't be made: {error}; write a path below a folder of yours") from error
+        try:
+            handle = lock_alone(place, LOCK_WAIT_S)
+            if handle is None or os.path.samestat(os.fstat(handle), place.stat()):
+                return handle
+            os.close(handle)
+        except FileNotFoundError:  # the run that had it has just removed it
+            continue
+        except BlockingIOError:
+            raise InputError(
+                f"another run that has not ended is to be saved in {path}; end that one first, or write another "
+                f"folder, {_other(path)} for instance"
+            ) from None
 
 
 def check_writable(path: str | Path) -> None:
