@@ -1,6 +1,9 @@
 """How commands end: exit codes, what goes to stderr, and a clean stdout."""
 
 import json
+import os
+import subprocess
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -51,6 +54,16 @@ def test_an_interruption_before_there_is_a_result_ends_with_130(invoke: Any, cal
 def test_a_defect_of_our_own_keeps_its_traceback(invoke: Any, calls: Any) -> None:
     calls.results["train"] = ZeroDivisionError("ours")
     assert isinstance(invoke("train", "digits").exception, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(("word", "buffered"), [("--version", ""), ("--help", "1")])
+def test_what_stdout_has_no_room_for_is_one_message_and_an_exit_code(word: str, buffered: str) -> None:
+    environment = os.environ | {"PYTHONUNBUFFERED": buffered}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "paceline", word], env=environment, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (1, "error: stdout can't be written: No space left on device\n")
 
 
 def test_what_the_program_prints_does_not_join_the_json(

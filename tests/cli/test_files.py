@@ -160,6 +160,29 @@ def test_trace_refuses_a_step_of_what_is_no_pipeline(invoke: Any) -> None:
     assert "replicas=2 has no stages, or no whole step was recorded; leave --step out" in done.stderr
 
 
+@pytest.mark.usefixtures("drawings")
+@pytest.mark.parametrize("option", ["--svg", "--perfetto"])
+def test_a_drawing_goes_into_a_file(invoke: Any, tmp_path: Path, option: str) -> None:
+    done = invoke("trace", "runs/a", option, tmp_path)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert f"{option} {tmp_path} is a folder; write the path of a file" in done.stderr
+
+
+@pytest.mark.usefixtures("drawings")
+def test_a_drawing_that_the_disk_has_no_room_for(invoke: Any) -> None:
+    done = invoke("trace", "runs/a", "--svg", "/dev/full")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "--svg /dev/full can't be written: No space left on device" in done.stderr
+
+
+def test_a_report_of_no_folder_says_so(invoke: Any, tmp_path: Path) -> None:
+    done = invoke("report", tmp_path / "nothing")
+    assert (done.exit_code, done.stderr) == (
+        2,
+        f"error: {tmp_path / 'nothing'} is no folder; write the path of a saved run\n",
+    )
+
+
 def test_report_lies_in_the_first_folder_by_default(invoke: Any, calls: Any, tmp_path: Path) -> None:
     first, second = tmp_path / "a", tmp_path / "b"
     first.mkdir()

@@ -1,18 +1,21 @@
 """Conventions of all commands: results on stdout, messages on stderr, exit codes."""
 
 import contextlib
+import errno
 import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, TypeVar
 
 import typer
 
 from paceline.core.errors import InputError, PacelineError
 from paceline.core.formatting import printable
+
+T = TypeVar("T")
 
 # Exit codes. REFUSED: nothing was started, because the request can't be done as written; the others are 128 +
 # the signal that ended the run.
@@ -66,7 +69,61 @@ def end(*, interrupted: bool, signal: str | None = None, preempted: bool = False
 
 
 def write_target(option: str, path: Path) -> Path:
-    """Return ``path`` if its folder exists, else raise InputError."""
+    """Return ``path`` if it is no folder and its own folder exists, else raise InputError."""
+    if path.is_dir():
+        raise InputError(f"{option} {path} is a folder; write the path of a file")
     if not path.parent.is_dir():
         raise InputError(f"{option} {path}: there is no folder {path.parent}; write mkdir -p {path.parent} first")
     return path
+
+
+@contextlib.contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Turn an OSError of the block, which writes ``path``, into an InputError."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{option} {path} can't be written: {error.strerror}; write a file elsewhere") from error
+
+
+class Stdout:
+    """stdout, of which is known whether all could be written."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.failure: OSError | None = None
+
+    def write(self, text: str) -> int:
+        """Write a text."""
+        return self._tried(lambda: self._stream.write(text))
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        self._tried(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _tried(self, act: Callable[[], T]) -> T:
+        try:
+            return act()
+        except OSError as error:
+            self.failure = error
+            raise
+
+
+@contextlib.contextmanager
+def whole_output() -> Iterator[None]:
+    """Exit with code 1, after one line on stderr, if what the block prints can't be written, as to a full disk."""
+    sys.stdout = stdout = Stdout(sys.stdout)
+    try:
+        yield
+    except (OSError, SystemExit):
+        with contextlib.suppress(OSError):
+            stdout.flush()
+        if stdout.failure is None or stdout.failure.errno == errno.EPIPE:  # a pipe's reader may have seen enough
+            raise
+        # Python flushes again as it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
+        typer.secho(f"error: stdout can't be written: {stdout.failure.strerror}", fg="red", err=True)
+        raise SystemExit(FAILED) from None

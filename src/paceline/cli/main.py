@@ -6,6 +6,7 @@ import typer
 
 from paceline import __version__
 from paceline.cli import checkpoints, compare, plan, predict, report, scale, serve, share, trace, train, watch
+from paceline.cli.console import whole_output
 
 app = typer.Typer(
     name="paceline",
@@ -50,4 +51,5 @@ def paceline(
 
 def main() -> None:
     """Run the ``paceline`` command."""
-    app()
+    with whole_output():
+        app()

@@ -22,13 +22,13 @@ def predict(
     """Write the output of PROGRAM's model, in evaluation mode, computed by the workers of one replica."""
     with session(json_output=json):
         refuse_strategies([strategy], [program])
+        target = write_target("--out", out)
         import torch
 
         from paceline.api.predictor import predict, read_inputs
         from paceline.datasets import load_program
         from paceline.program import leaves, map_tree
 
-        target = write_target("--out", out)
         output = predict(load_program(program, data=data), read_inputs(source), strategy, state=run)
         # A tensor that is a view would be saved with its whole storage.
         output = map_tree(lambda leaf: leaf.clone(), output)

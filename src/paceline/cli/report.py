@@ -20,9 +20,11 @@ def report(
     """Write one self-contained page: curves, tables and swimlanes."""
     page = folders[0] / "report.html" if html is None else html
     with session(json_output=json):
+        if html is not None:
+            write_target("--html", html)
         from paceline.report import write_report
 
-        write_report(folders, write_target("--html", page))
+        write_report(folders, page)
     if json:
         print_json({"html": str(page)})
     else:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Option, echo
 
-from paceline.cli.console import print_json, session, write_target
+from paceline.cli.console import print_json, session, write_target, writing
 from paceline.cli.options import Json
 from paceline.core.errors import InputError
 
@@ -26,6 +26,9 @@ def trace(
 ) -> None:
     """Draw the actions of each worker of a recorded run, a pipeline's step next to its ideal; by default as text."""
     with session(json_output=json):
+        for option, path in (("--svg", svg), ("--perfetto", perfetto)):
+            if path is not None:
+                write_target(option, path)
         # Imported here: torch takes seconds, and --help needs none of it.
         from paceline.metrics.pipeline_step import pipeline_step
         from paceline.run import load
@@ -48,9 +51,11 @@ def trace(
             )
         if svg is not None:
             drawing = shown.svg() if shown else swimlanes_svg(spans, start_s=start, end_s=end)
-            write_target("--svg", svg).write_text(drawing, encoding="utf-8")
+            with writing("--svg", svg):
+                svg.write_text(drawing, encoding="utf-8")
         if perfetto is not None:
-            write_perfetto(write_target("--perfetto", perfetto), spans, shown.ideal_spans() if shown else ())
+            with writing("--perfetto", perfetto):
+                write_perfetto(perfetto, spans, shown.ideal_spans() if shown else ())
         text = ""
         if svg is None and perfetto is None and not json:
             width = max(LEAST_WIDTH, shutil.get_terminal_size().columns - GUTTER)
