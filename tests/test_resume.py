@@ -11,6 +11,8 @@ import torch
 
 from paceline import InputError, Run, load, resume, train
 from paceline.api.train import train_with
+from paceline.callbacks import Callback
+from paceline.checkpoint.manifest import MANIFEST, Manifest, checkpoint_folders
 from paceline.engine.checkpointing import Checkpointer
 from tests.engine import programs
 
@@ -65,6 +67,47 @@ def test_or_under_another_strategy(tmp_path: Path, strategy: str) -> None:
     run = resume(tmp_path, programs.program(), strategy, steps=9, **QUIET)
     assert str(run.strategy).startswith(strategy)
     assert run.summary["gradients"] > before
+
+
+def test_delays_are_those_of_the_run(tmp_path: Path) -> None:
+    """And so are the order of arrivals, and the bits, under a policy that waits for none."""
+    options: dict[str, Any] = {"delay": "fraction=0.5 normal:mean=0,std=0.02", "checkpoint_every": "2 steps"}
+    options |= {"engine": "virtual", "steps": 9, "keep": 9} | QUIET
+    strategy = "replicas=3 aggregation=asynchronous"
+    whole = train(programs.program(), strategy, checkpoint=tmp_path / "a", **options)
+    first = min((tmp_path / "a").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    run = resume(first, programs.program(), **QUIET)
+    assert same(run, whole)
+    assert run.summary["seconds"] == whole.summary["seconds"]
+    other = resume(first, programs.program(), delay=None, **QUIET)
+    assert other.summary["seconds"] != whole.summary["seconds"]
+
+
+def test_other_options_are_those_of_the_run_as_far_as_the_strategy_takes_them(tmp_path: Path) -> None:
+    begun(tmp_path, noise_scale=True, trace=True, times="compute=1", callbacks=[Callback()], timeout_s=33.0)
+    head = Manifest.read(checkpoint_folders(tmp_path)[0]).head
+    assert head["options"]["timeout_s"] == 33.0
+    run = resume(tmp_path, programs.program(), steps=8, checkpoint=tmp_path / "b", **QUIET)
+    assert run.summary["noise_scale"] is not None
+    assert run.spans
+    assert run.summary["seconds"] >= 8
+    assert run.summary["notes"]["resumed"].endswith(", without callbacks= of the run before")
+    again = {"callbacks": [Callback()], "checkpoint": tmp_path / "c"}
+    other = resume(tmp_path, programs.program(), "replicas=2 aggregation=local-steps", steps=8, **again, **QUIET)
+    assert "noise_scale" not in other.summary
+    assert other.spans
+    assert other.summary["notes"]["resumed"].endswith(", without noise_scale= of the run before")
+
+
+def test_an_earlier_checkpoint_says_no_options(tmp_path: Path) -> None:
+    begun(tmp_path, trace=True)
+    folder = checkpoint_folders(tmp_path)[0]
+    manifest = Manifest.read(folder)
+    del manifest.head["options"], manifest.head["other_options"]
+    (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+    run = resume(folder, programs.program(), steps=8, **QUIET)
+    assert run.summary["steps"] == 8
+    assert not run.spans
 
 
 def test_one_can_go_back_and_save_elsewhere(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from paceline.aggregation.contract import check_properties, check_start
 from paceline.callbacks.base import Callback, check_callbacks
 from paceline.checkpoint.fingerprint import differences
 from paceline.checkpoint.manifest import checkpoint_folders
-from paceline.checkpoint.options import CheckpointOptions
+from paceline.checkpoint.options import OPTIONS, CheckpointOptions, written_options
 from paceline.checkpoint.reader import Checkpoint, find, nothing_in
 from paceline.clock.times import Delay, Times
 from paceline.core.conditions import Condition
@@ -77,6 +77,8 @@ class TrainOptions:
     callbacks: Sequence[Callback] = ()
     found: tuple[Checkpoint | None, list[str]] | None = None
     """What ``resume`` names, where it was found and verified already, as ``find`` returns it."""
+    dropped: tuple[str, ...] = ()
+    """Options of the run that goes on which are not among these, though nobody has said so."""
 
     def check(self) -> None:
         """Raise InputError if an option has a value that it can't have."""
@@ -220,6 +222,9 @@ def job_of(
     model, running = program.model, seen.running_buffers
     if options.loop is not None and not (strategy.spread or strategy.shard_parameters):  # where it may make steps
         model, running = WithStepOptions(model, seen.options), (*running, BUFFER)
+    delay, times = _parsed(Delay, "delay", options.delay), _parsed(Times, "times", options.times)
+    given = {name: getattr(options, name) for name in OPTIONS} | {"delay": delay, "times": times}
+    written, others = written_options(given)
     job = replace(
         draft,
         program=replace(program, model=model, optimizer=seen.optimizer, metrics=seen.metrics),
@@ -227,8 +232,8 @@ def job_of(
         running_buffers=running,
         on_losses=seen.on_losses,
         engine=engine.name,
-        delay=_parsed(Delay, "delay", options.delay),
-        times=_parsed(Times, "times", options.times),
+        delay=delay,
+        times=times,
         trace=options.trace,
         suspect_after_s=options.suspect_after_s,
         timeout_s=options.timeout_s,
@@ -238,14 +243,16 @@ def job_of(
         fingerprint=seen.fingerprint,
         modules=seen.modules,
         joins=engine.joins,
+        options=written,
+        other_options=others,
         **same,
     )
     engine.refuse(job)
     checkpoint = options.resumed()
-    return job if checkpoint is None else _resumed(job, checkpoint, accept_changes=options.accept_changes)
+    return job if checkpoint is None else _resumed(job, checkpoint, options)
 
 
-def _resumed(job: Job, checkpoint: Checkpoint, *, accept_changes: bool) -> Job:
+def _resumed(job: Job, checkpoint: Checkpoint, options: TrainOptions) -> Job:
     """Return the job as it goes on from a checkpoint, which has been verified.
 
     Raises:
@@ -253,12 +260,12 @@ def _resumed(job: Job, checkpoint: Checkpoint, *, accept_changes: bool) -> Job:
     """
     point = ResumePoint.of(checkpoint)
     changes = differences(point.fingerprint, job.fingerprint, ("the checkpoint", "this program"))
-    if changes and not accept_changes:
+    if changes and not options.accept_changes:
         raise InputError(
             f"{checkpoint.folder} is of another program: {changes}; write accept_changes=True to go on with "
             "this one, or checkpoint= another folder"
         )
-    return replace(job, resume=replace(point, options=not changes))
+    return replace(job, resume=replace(point, options=not changes, dropped=options.dropped))
 
 
 def _parsed(kind: type[V], name: str, value: V | str | None) -> V | None:

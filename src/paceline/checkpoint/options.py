@@ -1,19 +1,27 @@
-"""Where and how often checkpoints are written, and how many are kept; no torch."""
+"""Where and how often checkpoints are written, how many are kept, and which options they have; no torch."""
 
 import math
 import os
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.clock.times import Delay, Times
 from paceline.core.errors import InputError, check_int
 from paceline.core.safe_files import LOCK_WAIT_S, lock_alone
 from paceline.core.types import Seconds
 
 # Seconds of each unit of time.
 _UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
+
+# Arguments of train that a checkpoint has besides strategy, engine, budget and interval, as far as they have a text.
+OPTIONS = (
+    *("delay", "times", "trace", "on_nonfinite", "on_death", "suspect_after_s", "timeout_s", "noise_scale"),
+    *("loop", "callbacks"),
+)
 
 _INTERVAL = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(s|sec|min|h|steps?)\s*")
 
@@ -76,6 +84,31 @@ class CheckpointOptions:
         number, unit = _interval(5 * 60.0 if every is None else every)
         folder = Path(checkpoint).absolute()
         return cls(folder, None, number, keep) if unit.startswith("step") else cls(folder, number, None, keep)
+
+
+def written_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return those of a run's options that JSON can hold, as train takes them, and the names of the others.
+
+    >>> written_options({"delay": Delay.parse("0.1"), "times": None, "trace": True, "loop": print})
+    ({'delay': 'fraction=0.5 0.1', 'trace': True}, ('loop',))
+    """
+    written, others = dict[str, Any](), list[str]()
+    for name, value in options.items():
+        if isinstance(value, bool | int | float | str):
+            written[name] = value
+        elif isinstance(value, Delay | Times) and _is_read_back(value):
+            written[name] = str(value)
+        elif value is not None and value != ():
+            others.append(name)
+    return written, tuple(others)
+
+
+def _is_read_back(value: Delay | Times) -> bool:
+    """Return whether the text of a value is read as that value: a distribution of the user's may have none."""
+    try:
+        return type(value).parse(str(value)) == value
+    except InputError:
+        return False
 
 
 def other_run(folder: Path) -> str:

@@ -89,6 +89,10 @@ class Job:
     """Where and how often the run is saved while it lasts; absent: never."""
     resume: ResumePoint | None = None
     """Where the run goes on; absent: it begins."""
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Arguments of ``train`` that a checkpoint has, as plain values (:data:`paceline.checkpoint.options.OPTIONS`)."""
+    other_options: tuple[str, ...] = ()
+    """Names of those that were given, but have no text."""
     fingerprint: Mapping[str, str] = field(default_factory=dict[str, str])
     """What tells this program from others."""
     modules: tuple[str, ...] = ()

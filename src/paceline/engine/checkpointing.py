@@ -164,6 +164,8 @@ class Checkpointer:
                 "strategy": str(job.strategy),
                 "engine": job.engine,
                 "budget": job.budget.arguments(),
+                "options": dict(job.options),
+                "other_options": job.other_options,
                 "interval": self._options.arguments() if self._options is not None else {},
                 "fingerprint": dict(job.fingerprint),
                 "run": self._loop.state(now, engine).to_json(),

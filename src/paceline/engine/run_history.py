@@ -212,4 +212,7 @@ def _resume_note(context: RunContext, run: RunState, coordinator: Coordinator) -
     saved_residuals = context.replicas > 1 and context.job.resume.checkpoint.names(f"{COMPRESSION}{text}/")
     if not isinstance(parse(text), Stateless) and not saved_residuals:
         parts.append("without what compression had kept for later")
+    if context.job.resume.dropped:
+        names = ", ".join(f"{name}=" for name in context.job.resume.dropped)
+        parts.append(f"without {names} of the run before")
     return ", ".join(parts)

@@ -109,6 +109,7 @@ class ResumePoint:
         fingerprint: of the program that was trained.
         options: whether the optimizer's options are those of the checkpoint; False: the program's own.
         held: names of the Δs that the policy held, as far as they are in the checkpoint.
+        dropped: names of options of the run that it goes on without, though nobody has said so.
     """
 
     folder: Path
@@ -117,6 +118,7 @@ class ResumePoint:
     fingerprint: Mapping[str, str]
     options: bool = True
     held: tuple[tuple[ReplicaId, Clock], ...] = ()
+    dropped: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> "ResumePoint":
