@@ -16,6 +16,7 @@ from paceline import support
 from paceline.aggregation import Aggregation, text_of
 from paceline.aggregation.contract import check_properties, check_start
 from paceline.callbacks.base import Callback, check_callbacks
+from paceline.callbacks.early_stopping import EarlyStopping
 from paceline.checkpoint.fingerprint import differences
 from paceline.checkpoint.manifest import checkpoint_folders
 from paceline.checkpoint.options import OPTIONS, CheckpointOptions, written_options
@@ -212,7 +213,7 @@ def job_of(
     few = strategy.device != "cpu" or strategy.pipelined  # a pipeline's last stage looks at the whole batch
     with meanwhile(strategy):
         seen = dry_run(program, None if own_steps else first_batch(draft), few=few)
-    _check_condition(budget, program, seen, options)
+    _check_fields(budget, program, seen, options)
     _check_written(seen, strategy.aggregation)
     # What a policy leaves open (a learning rate, the number of replicas) is fixed here once, for every engine alike.
     aggregation = strategy.aggregation.resolved(learning_rate=seen.learning_rate, replicas=strategy.replicas)
@@ -376,16 +377,18 @@ def _check_written(seen: DryRun, aggregation: Aggregation[Any]) -> None:
         )
 
 
-def _check_condition(budget: Budget, program: Program, seen: DryRun, options: TrainOptions) -> None:
-    if budget.until is None:
-        return
+def _check_fields(budget: Budget, program: Program, seen: DryRun, options: TrainOptions) -> None:
+    """Raise InputError where a condition or a callback goes by a field that no record is going to have."""
     fields = ["train_loss", "updates", "gradients", "time_s", "threshold", "staleness_mean"]
     if program.test is not None:
         fields += ["test_loss", *(f"test_{name}" for name in seen.metrics)]
     if options.noise_scale:
         fields += STATISTICS
-    if budget.until.field not in fields:
-        raise unknown("history field in until=", budget.until.field, fields)
+    named = [] if budget.until is None else [("until=", budget.until.field)]
+    named += [("EarlyStopping", each.field) for each in options.callbacks if isinstance(each, EarlyStopping)]
+    for where, field in named:
+        if field not in fields:
+            raise unknown(f"history field in {where}", field, fields)
 
 
 def _is_number(value: Any) -> bool:

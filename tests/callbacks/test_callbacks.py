@@ -66,6 +66,17 @@ def test_what_is_no_callback_is_refused(given: Any, instead: str) -> None:
         compare(program(), ["replicas=1"], steps=1, callbacks=given, **QUIET)
 
 
+class Misspelt(callbacks.Callback):
+    def on_reccord(self, record: Record, run: RunHandle) -> None:
+        run.stop("never called")
+
+
+def test_a_method_that_nothing_calls_is_refused() -> None:
+    said = r"unknown method of the callback Misspelt 'on_reccord'; did you mean 'on_record'\?"
+    with pytest.raises(InputError, match=said):
+        train(program(), steps=1, callbacks=[Misspelt()], **QUIET)
+
+
 def test_jobs_on_shared_workers_have_none() -> None:
     with pytest.raises(InputError, match=r"write train\(…, callbacks=…\) for one job"):
         share_workers({"a": program()}, engine="virtual", steps=1, callbacks=[Recording()])
@@ -196,8 +207,10 @@ def test_early_stopping_ends_a_run() -> None:
 
 
 def test_early_stopping_names_the_fields_that_there_are() -> None:
-    with pytest.raises(CallbackError, match=r"unknown history field in EarlyStopping 'test_los'.*'test_loss'"):
-        train(program(), steps=4, callbacks=[EarlyStopping("test_los", mode="min")], **QUIET)
+    with pytest.raises(InputError, match=r"unknown history field in EarlyStopping 'test_los'.*'test_loss'"):
+        train(program(), steps=4, callbacks=[EarlyStopping("test_los", mode="min"), EarlyStopping()], **QUIET)
+    with pytest.raises(InputError, match=r"unknown history field in EarlyStopping 'test_loss'.*'train_loss'"):
+        train(programs.program(), steps=4, callbacks=[EarlyStopping()], **QUIET)
 
 
 # ---------------------------------------------------------------------------------------------------------------- files

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import InputError
+from paceline.core.errors import InputError, unknown
 from paceline.core.records import Record, ReplicaExit
 from paceline.core.types import ReplicaId, Seconds
 from paceline.run import Run
@@ -87,8 +87,12 @@ class Callback:
         """End: the run is over, and saved if it has a folder; None: an error has ended it."""
 
 
+# Those that are called.
+_METHODS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
 def check_callbacks(callbacks: Any) -> None:
-    """Raise InputError unless this is a sequence of callbacks."""
+    """Raise InputError unless this is a sequence of callbacks, with no method ``on_…`` that nothing calls."""
     if isinstance(callbacks, Callback):
         name = type(callbacks).__name__
         raise InputError(f"callbacks={name}(…) is one callback; write callbacks=[{name}(…)]")
@@ -102,3 +106,6 @@ def check_callbacks(callbacks: Any) -> None:
                 f"callbacks=[{each!r}] has no Callback; write class Mine(paceline.callbacks.Callback) with def "
                 "on_record(self, record, run): …, and callbacks=[Mine()]"
             )
+        for name in dir(type(each)):
+            if name.startswith("on_") and name not in _METHODS and callable(getattr(type(each), name)):
+                raise unknown(f"method of the callback {type(each).__name__}", name, _METHODS)

@@ -18,8 +18,9 @@ class EarlyStopping(Callback):
                     best  best   1     2
 
     Args:
-        field: field of a history record, ``test_loss``, ``test_accuracy`` or ``test_<name>`` of a metric, say; records
-            that don't have it count for nothing, and a value that is not finite is no improvement.
+        field: field of a history record, ``test_loss``, ``test_accuracy`` or ``test_<name>`` of a metric, say; a run
+            whose records can't have it is refused. Records without it count for nothing, and a value that is not
+            finite is no improvement.
         patience: how many records may bring none.
         min_delta: by how much a value must be better than the best so far, in the field's unit.
         mode: ``min`` or ``max``: whether less or more is better; None: as the field's name says, ``…loss`` or
