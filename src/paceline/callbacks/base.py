@@ -1,6 +1,7 @@
 """The contract of a callback, and the handle by which it sees a run and ends it."""
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +91,12 @@ class Callback:
 # Those that are called.
 _METHODS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
+_MISSPELT = 0.8
+"""Likeness of two names, from 0 to 1, from which one is taken for the other misspelt: on_reccord has 0.95."""
+
 
 def check_callbacks(callbacks: Any) -> None:
-    """Raise InputError unless this is a sequence of callbacks, with no method ``on_…`` that nothing calls."""
+    """Raise InputError unless this is a sequence of callbacks, without a method whose name is misspelt."""
     if isinstance(callbacks, Callback):
         name = type(callbacks).__name__
         raise InputError(f"callbacks={name}(…) is one callback; write callbacks=[{name}(…)]")
@@ -107,5 +111,5 @@ def check_callbacks(callbacks: Any) -> None:
                 "on_record(self, record, run): …, and callbacks=[Mine()]"
             )
         for name in dir(type(each)):
-            if name.startswith("on_") and name not in _METHODS and callable(getattr(type(each), name)):
+            if name not in _METHODS and get_close_matches(name, _METHODS, cutoff=_MISSPELT):
                 raise unknown(f"method of the callback {type(each).__name__}", name, _METHODS)
