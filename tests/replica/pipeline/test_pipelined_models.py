@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
 from paceline import Program
@@ -120,6 +120,34 @@ def test_a_value_arrives_in_its_order_in_memory(schedule: str, recompute: str) -
         alone.step(batch)
     same(world.gradients(), alone.gradients(), BOUND)
     same(world.values(), alone.values(), BOUND)
+
+
+class Conjugates(nn.Module):
+    """torch marks conjugates, and their imaginary parts as negative, and leaves what is in memory as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(6, 4, dtype=torch.complex128))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        conjugate = (torch.fft.fft(x) @ self.filter).conj()
+        imaginary = conjugate.imag
+        return self.head(conjugate.abs() * imaginary)
+
+
+def test_conjugates_are_sent_as_numbers() -> None:
+    torch.manual_seed(4)
+    model = Conjugates().double()
+    x, y = torch.randn(6, 6, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
+    units = group(capture(model, x, others=(), verified=False))
+    data = (torch.zeros(1), torch.zeros(1))
+    program = Program(lambda: copy.deepcopy(model), lambda y, target: (y * target).mean(), OPTIMIZERS["sgd"], data)
+    alone, made = Alone(program, 2), own(cut(units, units.candidates))
+    world = World(program, nn.Module, "1f1b", len(units.groups), 2, cutter=made)
+    world.all(lambda member: member.step(Batch(x, y, 6)))
+    alone.step(Batch(x, y, 6))
+    same(world.gradients(), alone.gradients(), BOUND)
 
 
 def test_fewer_rows_of_another_length() -> None:

@@ -36,6 +36,17 @@ class Attention(nn.Module):
         return self.inner(x, x, x, need_weights=False)[0]
 
 
+class Complex(nn.Module):
+    """Its gradients are products with conjugates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 3, dtype=torch.complex128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(torch.complex(x, x.square())).abs()
+
+
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {
     "linear": (lambda: nn.Linear(4, 3), (5, 4), set()),
     "linear of three dims": (lambda: nn.Linear(4, 3, bias=False), (2, 5, 4), set()),
@@ -45,6 +56,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], set[str]]] = {
     "one sample": (lambda: nn.Conv2d(4, 6, 3), (4, 7, 6), {"weight", "bias"}),
     "padding in words": (lambda: nn.Conv2d(4, 6, 3, padding="same"), (2, 4, 7, 6), {"weight", "bias"}),
     "attention": (Attention, (2, 5, 4), set()),
+    "complex numbers": (Complex, (5, 4), {"inner.weight", "inner.bias"}),
     "norm and linear": (lambda: nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 3)), (5, 4), {"0.weight", "0.bias"}),
 }
 """Name -> layer, shape of its input, and the parameters whose gradients come with that of the input."""

@@ -63,6 +63,8 @@ class Thread(P2P):
 
     def isend(self, tensor: Tensor, destination: int, description: str) -> None:
         assert tensor.is_contiguous()
+        assert not tensor.is_conj(), "a mark is not in memory"
+        assert not tensor.is_neg(), "a mark is not in memory"
         assert destination != self.worker
         with self.hub.changed:
             line = self.hub.lines[self.worker, destination]

@@ -112,6 +112,11 @@ def as_sent(tensor: Tensor) -> Tensor:
     return tensor.permute(order).clone(memory_format=torch.contiguous_format).permute(_inverse(order))
 
 
+def _as_numbers(tensor: Tensor) -> Tensor:
+    """Return a tensor that is in memory as it is sent: contiguous, and its signs no marks of torch (conj, imag)."""
+    return tensor.contiguous().resolve_conj().resolve_neg()
+
+
 def _inverse(order: Sequence[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
@@ -329,7 +334,7 @@ class P2PQueue:
             )
         if not isinstance(value, Tensor):
             return 0
-        self._isend(message, value.permute(first.order).contiguous(), message.description)
+        self._isend(message, _as_numbers(value.permute(first.order)), message.description)
         return value.nbytes
 
     def send_gradient(self, message: P2PMessage, gradient: Tensor) -> int:
@@ -338,7 +343,7 @@ class P2PQueue:
             self._local[message.rank] = Received(gradient, False)
             return 0
         self.post_receives(message.rank)
-        self._isend(message, gradient.contiguous(), message.description)
+        self._isend(message, _as_numbers(gradient), message.description)
         return gradient.nbytes
 
     def receive(self, message: P2PMessage) -> Received:

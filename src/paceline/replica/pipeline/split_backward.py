@@ -149,8 +149,11 @@ class Splitter:
             self.target, self._precision = before
 
     def _splits(self, weight: Tensor, bias: Tensor | None) -> bool:
-        """Return True if a weight's gradient can be deferred: only a leaf has a ``grad`` to add to."""
-        leaves = weight.is_leaf and (bias is None or bias.is_leaf)
+        """Return True if a weight's gradient can be deferred: only a leaf has a ``grad`` to add to.
+
+        That of a complex weight is not: it is of conjugates.
+        """
+        leaves = weight.is_leaf and (bias is None or bias.is_leaf) and not weight.is_complex()
         return self.target is not None and leaves and weight.requires_grad and torch.is_grad_enabled()
 
     def _cast(self, input: Tensor) -> Tensor:
