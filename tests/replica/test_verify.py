@@ -161,3 +161,32 @@ class Narrowed(nn.Module):
 def test_a_model_whose_only_output_is_empty() -> None:
     (run,) = model_runs(Narrowed(), (torch.ones(2, 3),), (), of_inputs=False)
     assert run.scale == 0
+
+
+class Turned(nn.Module):
+    """Complex numbers in, one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).sum()
+
+
+def test_complex_inputs_and_outputs_have_gradients() -> None:
+    module, x = Turned(), torch.complex(inputs(4), inputs(4).flip(0))
+    named = functools.partial(tensors_of, module)
+    check(module, module, named, x)
+    with pytest.raises(InputError, match="the gradient of input"):
+        check(module, lambda x: (x.detach() * module.weight).sum(), named, x)
+
+
+def test_complex_numbers_of_lower_precision_are_held_to_that() -> None:
+    class Low(Turned):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.weight).to(torch.complex64).to(torch.complex128)
+
+    module, x = Low(), torch.complex(inputs(4), inputs(4).flip(0))
+    named = functools.partial(tensors_of, module)
+    check(module, lambda x: module(x) * (1 + ULPS / 4 * torch.finfo(torch.float32).eps), named, x)

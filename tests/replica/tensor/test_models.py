@@ -1,10 +1,16 @@
 """Whole models on shards that are threads: outputs, gradients and buffers by name, and what each shard has."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.replica.tensor.cases import holds_its_part, planned, same, split_share
+from paceline.replica.tensor.rewrite import rewrite_for_shard
+from paceline.replica.tensor.shard_check import check_shard
+from paceline.replica.tensor.tp_group import TPCollectives
+from tests.replica.tensor.cases import holds_its_part, own, planned, same, split_share
+from tests.replica.tensor.threads import together
 from tests.zoo import ZOO, Job
 
 
@@ -140,3 +146,50 @@ def test_some_parameters_may_be_frozen(k: int) -> None:
     plan = planned(model, x, k)
     same(plan, model, x, f"k = {k}")
     holds_its_part(plan, model)
+
+
+class Spectral(nn.Module):
+    """A filter of the spectrum, whose parameter is real, as in an FNO, and a layer of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(5, 2))
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(6, 4)
+        self.middle = nn.Linear(5, 6, dtype=torch.complex128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(self.first(x)) * torch.view_as_complex(self.filter)
+        return self.last(self.middle(spectrum).abs())
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_complex_values_have_gradients(k: int) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(12)
+        model = Spectral().double()
+    plan = planned(model, numbers(5, 8), k)
+    same(plan, model, numbers(5, 8), f"k = {k}")
+    assert split_share(plan, model) > 0.2, "much of it is divided"
+
+
+class TwoTypes(nn.Module):
+    """A shard without the last layer's bias has gradients of the other type alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 12, dtype=torch.float32), nn.Linear(12, 3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x.float()).relu().double())
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_each_gradient_is_checked_in_its_own_type(k: int) -> None:
+    model, x = TwoTypes(), numbers(5, 6)
+    plan = planned(model, x, k)
+
+    def checked(shards: TPCollectives) -> None:
+        module = copy.deepcopy(model)
+        check_shard(own(rewrite_for_shard(plan, shards)), plan.graph.captured, module, x, shards, samples=(2,))
+
+    together(k, checked)

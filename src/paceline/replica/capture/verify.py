@@ -64,7 +64,7 @@ def check(
 
     With y the differentiable leaves of the output and r seeded normal numbers, it compares all leaves,
 
-        d(Σ r·y)/dθ  for every parameter θ and every floating input,
+        d(Σ r·y)/dθ  for every parameter θ and every floating or complex input,
 
     and the buffers afterwards. A gradient that torch doesn't compute is 0.
 
@@ -234,7 +234,9 @@ class _Results:
             return 0.0
         module = name.rpartition(".")[0]
         beside = (self.buffers[other] for other in self.written if other.rpartition(".")[0] == module)
-        return max((largest(buffer) for buffer in beside if buffer.is_floating_point()), default=0.0)
+        return max(
+            (largest(buffer) for buffer in beside if buffer.is_floating_point() or buffer.is_complex()), default=0.0
+        )
 
 
 class _FloatingTypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -262,7 +264,7 @@ class _FloatingTypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _note(self, tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() or tensor.is_complex():
             self._found.add(tensor.dtype)
         return tensor
 
@@ -289,7 +291,7 @@ def _results(
             # A clone, since a model may write into its inputs.
             index, place = next(places)
             wanted = of_inputs if isinstance(of_inputs, bool) else index in of_inputs
-            if not (wanted and tensor.is_floating_point()):
+            if not (wanted and (tensor.is_floating_point() or tensor.is_complex())):
                 return tensor.clone()
             sources[f"input{place}"] = leaf = tensor.detach().clone().requires_grad_()
             return leaf.clone()
@@ -322,7 +324,7 @@ def _gradients(
     # Random, so that errors don't cancel in a sum, which a single number is not.
     generator = torch.Generator().manual_seed(_SEED)
     projection: list[Tensor] | None = None
-    if len(outputs) > 1 or outputs[0].numel() != 1:
+    if len(outputs) > 1 or outputs[0].numel() != 1 or outputs[0].is_complex():
         projection = [torch.randn(t.shape, generator=generator, dtype=t.dtype).to(t.device) for t in outputs]
     before = {name: leaf.grad for name, leaf in sources.items()}
     hooks = [leaf.register_post_accumulate_grad_hook(partial(hook, name)) for name, leaf in sources.items()]  # type: ignore[no-untyped-call]

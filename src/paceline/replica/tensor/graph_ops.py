@@ -108,7 +108,7 @@ def _results(
     candidates = [fake] if isinstance(fake, Tensor) else fake if isinstance(fake, (list, tuple)) else []
     results = list[GraphTensor]()
     for tensor in (each for each in candidates if isinstance(each, Tensor)):
-        flows = differentiable and tensor.dtype.is_floating_point
+        flows = differentiable and (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
         lengths = [_lengths(node, size, sizes) for size in tensor.shape]
         shape, elements = tuple(captured for captured, _ in lengths), prod(planned for _, planned in lengths)
         results.append(GraphTensor(node, shape, tensor.dtype, flows, index=len(results), elements=elements))

@@ -113,7 +113,8 @@ class _TakeParts(torch.autograd.Function):
     def forward(
         ctx: Any, shards: TPCollectives, placements: list[Placement | None], *whole: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.shards, ctx.placements, ctx.shapes = shards, placements, [tensor.shape for tensor in whole]
+        ctx.shards, ctx.placements = shards, placements
+        ctx.forms = [(tensor.shape, tensor.dtype, tensor.device) for tensor in whole]
         ctx.set_materialize_grads(False)  # None says that a parameter was not used
         pairs = zip(placements, whole, strict=True)
         return tuple((p.take(tensor, shards.rank) if isinstance(p, Shard) else tensor).clone() for p, tensor in pairs)
@@ -121,15 +122,13 @@ class _TakeParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         shards, whole, spill = ctx.shards, list[Tensor | None](), SpillAllocator()
-        like = next((gradient for gradient in gradients if gradient is not None), None)
-        for placement, shape, gradient in zip(ctx.placements, ctx.shapes, gradients, strict=True):
+        for placement, (shape, dtype, device), gradient in zip(ctx.placements, ctx.forms, gradients, strict=True):
             # A shard without a gradient takes part with zeros: all shards make the same collectives.
             sharded = isinstance(placement, Shard)
             if sharded or isinstance(placement, OnRank) or placement == PARTIAL_GRAD:
                 local_shape = placement.local_shape(shape, shards.rank) if sharded else shape
                 if gradient is None:
-                    assert like is not None, "backward runs where a gradient comes in"
-                    gradient = like.new_zeros(local_shape)
+                    gradient = torch.zeros(local_shape, dtype=dtype, device=device)
                 if sharded:
                     gradient = spill.kept(gather_parts(gradient, placement, shards, "a gradient"))
                 else:
