@@ -1,6 +1,7 @@
 """A training job: the model, its loss, its optimizer and its data, without any parallelism."""
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -226,6 +227,19 @@ def model_loss(output: Tree, target: Tree = ()) -> Tensor:
             "(output, target) -> scalar"
         )
     return loss
+
+
+def apart(loss: LossFunction) -> LossFunction:
+    """Return a copy of a loss that counts or averages, for calls that training is not to see; a function is itself.
+
+    One that can't be copied is itself, too.
+    """
+    module = getattr(loss, "__self__", loss)
+    shared = {id(p): p for p in module.parameters()} if isinstance(module, nn.Module) else {}
+    try:
+        return copy.deepcopy(loss, shared)
+    except Exception:  # the user's code says what is copied
+        return loss
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:

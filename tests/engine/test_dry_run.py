@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import paceline
 from paceline import InputError, Program
 from paceline.engine.dry_run import FEW, dry_run
 from paceline.replica.base import Batch
@@ -69,6 +70,43 @@ def test_an_optimizer_of_other_parameters_is_refused(optimizer: Any, what: str) 
 def test_what_is_frozen_needs_no_optimizer() -> None:
     groups = dry_run(programs.program(model=programs.frozen, optimizer=in_groups), BATCH)
     assert groups.learning_rate == 0.5
+
+
+class Weighted(nn.Module):
+    """A loss with a weight, counts and a running mean of its own."""
+
+    def __init__(self, *, trained: bool = False) -> None:
+        super().__init__()
+        self.weight, self.calls = nn.Parameter(torch.ones(3), requires_grad=trained), 0
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(output * self.weight, target)
+        self.calls += 1
+        self.mean.add_(loss.detach())
+        return loss
+
+
+def test_a_loss_with_parameters_of_its_own_is_refused() -> None:
+    loss = Weighted(trained=True)
+    for given in (loss, lambda output, target: 2.0 * loss(output, target)):
+        with pytest.raises(
+            InputError, match=r"its own, of shapes \[3\].* write loss='model'; or requires_grad_\(False\)"
+        ):
+            dry_run(programs.program(loss=given), BATCH)
+    with pytest.raises(InputError, match="parameters of its own"):  # where a loop gives its steps their data
+        dry_run(programs.program(loss=loss), None)
+
+
+@pytest.mark.parametrize("model", [programs.mlp, lambda: Seeing([])], ids=["in one call", "one at a time"])
+def test_training_alone_moves_the_state_of_a_loss(model: Any) -> None:
+    loss = Weighted()
+    program = programs.program(model=model, loss=loss)
+    dry_run(program, BATCH)
+    assert loss.calls == 0
+    assert loss.mean == 0.0
+    paceline.train(program, "replicas=1", engine="virtual", steps=3, evaluate_every=1)
+    assert loss.calls == 3
 
 
 def in_groups(parameters: Any) -> torch.optim.Optimizer:

@@ -1,6 +1,6 @@
 """One training step on A_0 before anything starts: finds what has to be refused, and what the step writes."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -17,7 +17,7 @@ from paceline.device import exclusive_generator
 from paceline.engine.program_modules import program_modules
 from paceline.optim.lbfgs import LossOptimizer
 from paceline.optim.several import OptimizerOfParts
-from paceline.program import Program, Tree, accuracy, call, leaves
+from paceline.program import Program, Tree, accuracy, apart, call, leaves
 from paceline.replica.base import Batch
 from paceline.replica.capture.input_spec import resized
 from paceline.replica.flat_state import digest
@@ -64,8 +64,8 @@ def dry_run(program: Program, batch: Batch | None, *, few: bool = False) -> DryR
         few: whether a few of its samples do, where they can be taken alone.
 
     Raises:
-        InputError: the model can't take the batch, its output does not fit the loss, the loss is no scalar or leads to
-            no parameter, or optimizer, scheduler or a metric can't be made.
+        InputError: the model can't take the batch, its output does not fit the loss, the loss is no scalar, leads to
+            no parameter or has some of its own, or optimizer, scheduler or a metric can't be made.
     """
     if few and batch is not None and batch.samples > FEW:
         with suppress(PacelineError):  # what is wrong is said of the batch itself
@@ -96,6 +96,8 @@ def _step(program: Program, batch: Batch | None) -> DryRun:
             output, loss = _forward(program, module, batch)
             _backward(module, loss)
             metrics = _metrics(program, output, program.labels(batch.input, batch.target))
+        elif isinstance(program.loss, nn.Module):
+            _refuse_parameters([parameter for parameter in program.loss.parameters() if parameter.requires_grad])
         written = _changed(module.named_parameters(), parameters)
         optimizer = _optimizer(program, {n: p for n, p in module.named_parameters() if p.requires_grad})
         options = OptionsCodec.of(optimizer)
@@ -125,7 +127,7 @@ def _forward(program: Program, module: nn.Module, batch: Batch) -> tuple[Tree, T
         with _named(f"the model can't take a batch of the training set (input {_shapes(batch.input)})"):
             output = call(module, batch.input)
         with _named(f"the model's output {_shapes(output)} does not fit the loss on target {_shapes(batch.target)}"):
-            loss = program.loss(output, batch.target)
+            loss = apart(program.loss)(output, batch.target)
     if not isinstance(loss, Tensor):
         raise InputError(f"loss returned {type(loss).__name__}, not a tensor; write a loss that returns a torch scalar")
     if loss.numel() != 1 or loss.dim():
@@ -135,7 +137,36 @@ def _forward(program: Program, module: nn.Module, batch: Batch) -> tuple[Tree, T
         )
     if not loss.requires_grad:
         raise InputError(NO_PARAMETER)
+    of_model = {id(parameter) for parameter in (*module.parameters(), *_parameters_behind(leaves(output)))}
+    _refuse_parameters([parameter for parameter in _parameters_behind([loss]) if id(parameter) not in of_model])
     return output, loss
+
+
+def _refuse_parameters(own: Sequence[Tensor]) -> None:
+    """Raise InputError if a loss depends on parameters that are not the model's."""
+    if own:
+        shapes = ", ".join(str(list(parameter.shape)) for parameter in own[:3])
+        raise InputError(
+            f"the loss has parameters of its own, of shapes {shapes}, which no optimizer would train; put them into "
+            "the model, which makes the loss then: write loss='model'; or requires_grad_(False) on those that stay as "
+            "they are"
+        )
+
+
+def _parameters_behind(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parameters that tensors were computed from."""
+    found = list[Tensor]()
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
+    seen = set[Any](waiting)
+    while waiting:
+        node = waiting.pop()
+        variable = getattr(node, "variable", None)  # of a leaf
+        if isinstance(variable, nn.Parameter):
+            found.append(variable)
+        following = {each for each, _ in getattr(node, "next_functions", ())} - seen
+        seen |= following
+        waiting += following
+    return found
 
 
 def _backward(module: nn.Module, loss: Tensor) -> None:

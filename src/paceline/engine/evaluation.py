@@ -25,7 +25,7 @@ from paceline.comm.linux import available_bytes
 from paceline.core.errors import WorkerError
 from paceline.core.records import Record
 from paceline.device import CPU, placed
-from paceline.program import Data, Program, Tree, call, is_source, length, on_device
+from paceline.program import Data, Program, Tree, apart, call, is_source, length, on_device
 from paceline.replica.batches import Fetch, fetcher
 from paceline.replica.flat_state import FlatState, write
 
@@ -63,6 +63,7 @@ class Evaluator:
     def __init__(self, program: Program, module: nn.Module, device: torch.device = CPU) -> None:
         placed(module, device=device)
         self._program, self._module, self._device = program, module.eval(), device
+        self._loss = apart(program.loss)  # in virtual time the program's is that of training
         self._metrics = dict(program.metrics or {})
         self._test = self._train = list[Chunk]()
         if program.test is not None:
@@ -94,7 +95,7 @@ class Evaluator:
                 inputs, targets = (on_device(x, self._device) for x in fetch(indices))
                 with self._program.autocast(str(self._device)):
                     output = call(self._module, inputs)
-                    loss = self._program.loss(output, targets)
+                    loss = self._loss(output, targets)
                 targets = self._program.labels(inputs, targets)
                 values = {"loss": float(loss)} | {n: float(metric(output, targets)) for n, metric in metrics.items()}
             except Exception as error:

@@ -8,6 +8,7 @@ on data held as tensors; and only after it has returned the gradients that autog
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import cast
 
@@ -24,7 +25,7 @@ from paceline.device import CPU
 from paceline.engine.loop import nonfinite_error
 from paceline.engine.run_context import RunContext
 from paceline.engine.virtual.pending_delta import BatchAt, BatchSources, DeltaComputer, PendingDelta
-from paceline.program import LossFunction, Program, Tree, as_tensors
+from paceline.program import LossFunction, Program, Tree, apart, as_tensors
 from paceline.replica.base import Measured, Replica
 from paceline.replica.flat_state import FlatLayout, FlatState, finite, read
 
@@ -195,8 +196,9 @@ def stacked_gradient(
     names = [f"{layer}.{name}" for layer, each in module.named_children() for name, _ in each.named_parameters()]
     if names != [entry.name for entry in layout.parameters[0].entries]:
         return None
-    gradient = StackedGradient(program, module, layout)
-    return gradient if _agrees(gradient, program, module, layout, order) else None
+    trial = replace(program, loss=apart(program.loss))
+    agrees = _agrees(StackedGradient(trial, module, layout), trial, module, layout, order)
+    return StackedGradient(program, module, layout) if agrees else None
 
 
 def _agrees(
