@@ -1,13 +1,15 @@
 """Batches follow the order of the data, from whatever kind of data set."""
 
+import random
 from collections import Counter
 from contextlib import closing
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset, get_worker_info
 
 from paceline import InputError
 from paceline.core.data_order import DataOrder
@@ -24,6 +26,25 @@ class Numbers(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return torch.tensor(index), torch.tensor(-index)
+
+
+class Noisy(Dataset[Any]):
+    """Sample i is i with numbers of all generators; a worker's function sees it, and not what is around it."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index, float(torch.rand(())), random.random(), np.random.rand()]), torch.tensor(index)
+
+
+def noisy(replica: int, replicas: int, seed: int) -> Any:
+    """Yield passes of three batches, drawn as no data should be."""
+    return ((torch.rand(2, 3), torch.tensor([random.random(), np.random.rand()])) for _ in range(3))
+
+
+def sees_noisy(worker: int) -> None:
+    assert type(get_worker_info().dataset) is Noisy
 
 
 TENSORS = (torch.arange(10), -torch.arange(10))
@@ -114,6 +135,35 @@ def test_large_batches_are_gathered_one_by_one() -> None:
             memories.append(source.at(0, k).input.untyped_storage())
             source.prepare()
     assert len({memory.data_ptr() for memory in memories}) == 20
+
+
+@pytest.mark.parametrize("loader", [{}, {"num_workers": 2, "worker_init_fn": sees_noisy}])
+def test_what_a_batch_draws_is_a_function_of_its_number(loader: dict[str, Any]) -> None:
+    program, in_process = (programs.program(train=Noisy(), loader=each) for each in (loader, {}))
+    torch.manual_seed(3)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    with closing(BatchSource(in_process, ORDER, 3)) as source:
+        expected = {(stream, k): source.at(stream, k).input for stream, k in [(1, 2), (1, 0), (0, 1), (1, 4)]}
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())
+    draws = torch.cat([batch[:, 1:].flatten() for batch in expected.values()])
+    assert len(draws.unique()) == len(draws)
+    torch.rand(5)
+    with closing(BatchSource(program, ORDER, 3)) as source:
+        for stream, k in [(1, 0), (1, 2), (1, 4), (0, 1)]:
+            assert torch.equal(source.at(stream, k).input, expected[stream, k])
+
+
+def test_what_a_function_draws_is_a_function_of_the_batchs_number() -> None:
+    whole, resumed = (BatchSource(programs.program(train=noisy), None, 2) for _ in range(2))
+    batches = []
+    for k in range(6):
+        batches.append(whole.at(1, k))
+        torch.rand(k)  # as dropout does between them
+    for k in (4, 5):
+        again = resumed.at(1, k)
+        assert torch.equal(again.input, batches[k].input)
+        assert torch.equal(again.target, batches[k].target)
 
 
 def test_a_function_is_called_once_for_batches_in_their_order() -> None:

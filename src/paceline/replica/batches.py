@@ -5,12 +5,15 @@ Of an IterableDataset, which has an order of its own, each replica reads all bat
     pass of r0   |b0|  .  .|b3|  .  .|b6|        each replica iterates over a copy, which draws the same numbers;
     pass of r1     . |b1|  .  .|b4|  .  . |      after its last batch the next pass begins
     pass of r2     .  . |b2|  .  .|b5|  . |
+
+What samples of a data set, or a function, draw as they are read is a function of the seed, the stream and the batch's
+number alone, so that a batch that is read again, by a replica that replaces another or in a resumed run, is the same.
 """
 
 import copy
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice, takewhile
@@ -19,14 +22,15 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from paceline.comm.shared_memory import ALIGNMENT
 from paceline.core.data_order import DataOrder
 from paceline.core.errors import InputError
 from paceline.core.types import ReplicaId
-from paceline.device import OwnGenerators, accelerator
+from paceline.device import OwnGenerators, accelerator, seed_draws, seeded_draws
 from paceline.program import Data, Program, Tree, as_tensors, leaves, map_tree
+from paceline.replica.autograd import step_seed
 from paceline.replica.base import EMPTY, Batch, as_batch, as_pair
 
 Fetch = Callable[[NDArray[np.int64]], tuple[Tree, Tree]]
@@ -34,6 +38,9 @@ Stream: TypeAlias = Generator[Batch, None, None]
 
 # Most batches that are gathered at once, and their bytes.
 MOST_AHEAD, AHEAD_BYTES = 8, 1 << 18
+
+# Stands for a step, which is never negative, in the seeds of what is drawn as samples are read.
+_READING = -2
 
 
 def fetcher(data: Data, loader: Mapping[str, Any], *, whole: bool = False) -> Fetch:
@@ -146,7 +153,7 @@ class BatchSource:
         if in_turn and self._prepared:
             return self._prepared.popleft()
         self._prepared.clear()
-        return self._fetched(self._order.batch(stream, number))
+        return self._fetched(self._order.batch(stream, number), stream, number)
 
     def prepare(self) -> None:
         """Fetch the next batches where they are known and take nobody's code, for a caller with time to wait.
@@ -161,7 +168,7 @@ class BatchSource:
         count = min(in_turn, self._at_once(len(first)))
         later = (order.batch(stream, number + i) for i in range(1, count))
         alike = [first, *takewhile(lambda indices: len(indices) == len(first), later)]
-        self._prepared.extend(_divided(self._fetched(np.concatenate(alike)), len(alike)))
+        self._prepared.extend(_divided(self._fetched(np.concatenate(alike), stream, number), len(alike)))
 
     def _at_once(self, samples: int) -> int:
         """Return how many batches of so many samples are gathered at once.
@@ -173,13 +180,22 @@ class BatchSource:
             return 1
         return max(1, min(MOST_AHEAD, AHEAD_BYTES // max(1, sum(sizes))))
 
-    def _fetched(self, indices: NDArray[np.int64]) -> Batch:
+    def _fetched(self, indices: NDArray[np.int64], stream: ReplicaId, number: int) -> Batch:
         if self._fetch is None:
             train, program = cast(Data, self._program.train), self._program
             self._fetch = fetcher(train, program.loader, whole=program.model_makes_loss)
             rows = _rows_of(train, program.loader)
             self._row_bytes = None if rows is None else [t.nbytes // max(1, len(t)) for t in leaves(rows)]
-        return Batch(*self._fetch(indices), len(indices)) if len(indices) else EMPTY
+        if not len(indices):
+            return EMPTY
+        if self._row_bytes is not None:  # nobody draws
+            return Batch(*self._fetch(indices), len(indices))
+        with seeded_draws(self._draws_seed(stream, number)):
+            return Batch(*self._fetch(indices), len(indices))
+
+    def _draws_seed(self, stream: ReplicaId, number: int) -> int:
+        """Return the seed of what is drawn as a batch is read; no micro-step's dropout has it."""
+        return step_seed(step_seed(self._program.seed, stream, _READING), 0, number)
 
     def stream(self, stream: ReplicaId, first: int = 0) -> Stream:
         """Yield the batches of a stream without end, from number ``first`` on."""
@@ -211,10 +227,11 @@ class BatchSource:
         program, replicas = self._program, self._replicas
         train: Any = program.train
         iterable = _OfIterable(program, train) if isinstance(train, IterableDataset) else None
+        made = itertools.count()
         for number in itertools.count():
             if iterable is None:
                 name = f"train(replica={replica}, replicas={replicas}, seed={program.seed}) gave no batch"
-                items = iter(train(replica, replicas, program.seed))
+                items = self._drawn(train(replica, replicas, program.seed), replica, made)
             else:
                 name = f"train={type(train).__name__} has no batch for replica {replica} of {replicas} in a pass"
                 items = islice(iterable.batches(number), replica, None, replicas)
@@ -225,15 +242,27 @@ class BatchSource:
             if not found:
                 raise InputError(name)
 
+    def _drawn(self, batches: Iterable[Any], replica: ReplicaId, made: Iterator[int]) -> Iterator[Any]:
+        """Yield the batches of a function, each drawn from generators that are seeded for it; ``made`` numbers them."""
+        items = iter(batches)
+        for number in made:
+            with seeded_draws(self._draws_seed(replica, number)):
+                item = next(items, _END)
+            if item is _END:
+                return
+            yield item
+
     def _prefetched(self, order: DataOrder, stream: ReplicaId, first: int) -> Stream:
-        batches = (order.batch(stream, k).tolist() for k in itertools.count(first))
-        own, sampler = itertools.tee(batches)
+        numbered = ((k, order.batch(stream, k).tolist()) for k in itertools.count(first))
+        own, ahead = itertools.tee(numbered)
         train, whole = self._program.train, self._program.model_makes_loss
         data: Any = _PairDataset(train) if isinstance(train, tuple) else train
         # The sampler runs ahead of the batches that are yielded; empty ones it never sees.
+        sampler = ([self._draws_seed(stream, k), *chosen] for k, chosen in ahead if chosen)
         options = loader_options(self._program)
-        fetched = iter(DataLoader(data, batch_sampler=filter(None, sampler), **options))
-        for chosen in own:
+        options["worker_init_fn"] = _WorkerInit(options.get("worker_init_fn"))
+        fetched = iter(DataLoader(_DrawnByBatch(data), batch_sampler=sampler, **options))
+        for _, chosen in own:
             yield Batch(*as_pair(next(fetched), whole=whole), len(chosen)) if chosen else EMPTY
 
 
@@ -303,6 +332,32 @@ class _OfIterable:
 
 
 _END = object()
+
+
+@dataclass(eq=False)
+class _DrawnByBatch(torch.utils.data.Dataset[Any]):
+    """A map-style data set as workers of a DataLoader read it: by the seed of what a batch draws, then its indices."""
+
+    dataset: Any
+
+    def __getitems__(self, seed_and_indices: Sequence[int]) -> Any:
+        number, *indices = seed_and_indices
+        seed_draws(number)  # this process has nobody else who draws
+        several = getattr(self.dataset, "__getitems__", None)
+        return several(indices) if several else [self.dataset[i] for i in indices]
+
+
+@dataclass(frozen=True)
+class _WorkerInit:
+    """The start of a worker of a DataLoader: the user's function of it, and users' code sees their own data set."""
+
+    given: Callable[[int], Any] | None
+
+    def __call__(self, worker: int) -> None:
+        info: Any = get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # its own refuses assignments
+        if self.given is not None:
+            self.given(worker)
 
 
 @dataclass(eq=False)
