@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline import Program
+from paceline import InputError, Program
 from paceline.checkpoint.code_digest import code_digest, value_text
 from paceline.checkpoint.fingerprint import differences
 from paceline.engine.dry_run import dry_run
@@ -147,6 +147,19 @@ def test_samples_that_are_drawn_anew(draw: Callable[[], float]) -> None:
     assert first.startswith("50 samples (digest ")
     assert random.getstate() == generators[0]
     assert torch.equal(torch.random.get_rng_state(), generators[1])
+
+
+class TooLong(list[Any]):
+    """Has a sample less than its length says."""
+
+    def __len__(self) -> int:
+        return super().__len__() + 1
+
+
+def test_a_sample_that_cannot_be_read_is_named() -> None:
+    samples = [(torch.zeros(6, dtype=torch.float64), torch.tensor(0))] * 8
+    with pytest.raises(InputError, match=r"sample 8 of a data set of 9, TooLong, .*IndexError.*correct its __len__"):
+        dry_run(programs.program(train=TooLong(samples)), None)
 
 
 def test_only_so_many_differences_are_told() -> None:

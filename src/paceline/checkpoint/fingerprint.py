@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset
 
 from paceline.checkpoint.code_digest import PYTHON, call_text, code_digest, digest_of, value_text
+from paceline.core.errors import InputError, PacelineError
 from paceline.device import exclusive_generator
 from paceline.program import Program, as_tensors, is_source, leaves, length
 
@@ -187,8 +188,19 @@ def _sampled(data: Any, samples: int) -> str:
 
 
 def _read(data: Any, positions: Sequence[int]) -> list[Any]:
+    def sample(position: int) -> Any:
+        try:
+            return data[position]
+        except PacelineError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"sample {position} of a data set of {length(data)}, {type(data).__name__}, can't be read: "
+                f"{type(error).__name__}: {error}; correct its __len__ or __getitem__"
+            ) from error
+
     with _fixed_generators():
-        return [data[i] for i in positions]
+        return [sample(position) for position in positions]
 
 
 def _positions(samples: int, count: int) -> list[int]:
