@@ -92,8 +92,9 @@ def seed(number: int, device: torch.device) -> None:
             module.manual_seed(number)
 
 
-# Threads share torch's generator. A run in one of them restores it at its end, while another makes a model, say.
-_GENERATOR = threading.RLock()
+# Threads share torch's generator. A run in one of them restores it at its end, while another makes a model, say. Who
+# seeds it and draws from it has this lock meanwhile, unless others are waited for.
+GENERATOR = threading.RLock()
 
 
 @contextlib.contextmanager
@@ -107,14 +108,14 @@ def kept_generators(devices: Iterable[torch.device]) -> Iterator[None]:
     try:
         yield
     finally:
-        with _GENERATOR:
+        with GENERATOR:
             kept.close()
 
 
 @contextlib.contextmanager
 def exclusive_generator() -> Iterator[None]:
     """Context manager: torch's generator of the CPU is this thread's alone, and is restored afterwards."""
-    with _GENERATOR, torch.random.fork_rng(devices=[]):
+    with GENERATOR, torch.random.fork_rng(devices=[]):
         yield
 
 
@@ -138,7 +139,7 @@ def seed_draws(number: int) -> None:
 @contextlib.contextmanager
 def seeded_draws(number: int) -> Iterator[None]:
     """Context manager: the generators that data sets draw from are this thread's alone, seeded; restored afterwards."""
-    with _GENERATOR:
+    with GENERATOR:
         # To exchange NumPy's takes 10 µs, to read its state and write it back 40 times as long.
         numpy: Any = np.random  # its types leave these two functions out
         torchs, pythons, numpys = torch.get_rng_state(), random.getstate(), numpy.get_bit_generator()

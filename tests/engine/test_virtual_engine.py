@@ -4,16 +4,18 @@ import functools
 import itertools
 import math
 import signal
+import threading
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline import InputError, NonFiniteError, Program, Run, Strategy, WorkerError, train
 from paceline.core.delta import InPlace
+from paceline.device import GENERATOR
 from paceline.trace.spans import SERVER
 from tests import oracle
 from tests.aggregation.policy_values import policies
@@ -342,3 +344,29 @@ def test_a_keyboard_interrupt_in_the_users_own_code_too() -> None:
 def test_hogwild_needs_memory_that_replicas_share() -> None:
     with pytest.raises(InputError, match=r"aggregation=hogwild writes memory that replicas share.*write engine=local"):
         run("replicas=2 aggregation=hogwild", steps=1)
+
+
+def test_no_other_thread_draws_between_the_seed_of_a_step_and_its_end() -> None:
+    """Runs in several threads would disturb one another's dropout."""
+    held = list[bool]()
+
+    def look() -> None:
+        free = GENERATOR.acquire(blocking=False)
+        if free:
+            GENERATOR.release()
+        held.append(not free)
+
+    class Looking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = programs.mlp()
+
+        def forward(self, x: Tensor) -> Any:
+            if self.training:
+                other = threading.Thread(target=look)
+                other.start()
+                other.join()
+            return self.inner(x)
+
+    run("replicas=2", programs.program(model=Looking), steps=2)
+    assert held == [True] * 5  # of the step before the start, and of the run's four

@@ -14,6 +14,7 @@ from paceline.core.data_order import BatchRange
 from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.records import ReplicaPosition
 from paceline.core.types import Clock, ReplicaId, Seconds, Version
+from paceline.device import GENERATOR
 from paceline.engine.loop import nonfinite_error
 from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.batches import BatchSource
@@ -128,7 +129,7 @@ class DeltaComputer:
     def step(self, attempt: PendingDelta, batch: Batch) -> float:
         """Make one micro-step of an attempt and return its loss."""
         replica = self.replica(attempt.replica)
-        with named_failure(attempt):
+        with named_failure(attempt), GENERATOR:  # for dropout, which other threads' runs must not disturb
             loss = step(replica, attempt, batch, attempt.first_micro_step + attempt.done)
         measured = attempt.measured
         if measured is not None and measured.late is not None:
