@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import paceline
 from paceline import InputError, Program, predict, predictor
+from paceline.api.predictor import read_inputs
 from paceline.comm.fork_server import ForkServer
 from paceline.core.errors import WorkerError
 from paceline.datasets import load_program
@@ -245,6 +246,13 @@ def test_the_command_reads_a_file_and_writes_one(tmp_path: Path) -> None:
     digits = load_program("digits", data=None, seed=None, batch_size=None)
     expected = itself(digits, digits.build().state_dict(), inputs)
     torch.testing.assert_close(torch.load(tmp_path / "y.pt", weights_only=True), expected)
+
+
+@pytest.mark.parametrize("content", [b"hi\n", b"words", b"", b"\xff" * 40])
+def test_files_that_torch_save_has_not_written(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.pt").write_bytes(content)
+    with pytest.raises(InputError, match=r"x.pt can't be read: it holds no tensors that torch.save has written"):
+        read_inputs(tmp_path / "x.pt")
 
 
 def test_the_command_refuses_what_is_no_input(tmp_path: Path) -> None:

@@ -141,7 +141,9 @@ def test_several_share_the_workers(invoke: Invoke, shape: Path, host: Path) -> N
         (("--objective", "goodput"), "noise_scale"),
         (("--delay", "often"), "distribution"),
         (("--workers", "0"), "workers=0"),
-        (("--steps", "3"), "several"),
+        (("--steps", "3"), "--steps 3 is for several programs"),
+        (("--profile", "x.json"), "a shape has no code to measure"),
+        (("--noise-scale", "100"), "leave noise_scale out, or write objective=goodput"),
         (("--verify", "2"), "verify=2"),
     ],
 )
@@ -152,11 +154,20 @@ def test_wrong_input_is_refused(invoke: Invoke, shape: Path, host: Path, words: 
     assert not done.stdout
 
 
-@pytest.mark.parametrize("where", ["9x9 Z900", "nowhere.toml"])
-def test_unknown_clusters_are_refused(invoke: Invoke, shape: Path, where: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [
+        ("9x9 Z900", "unknown device 'Z900'"),
+        ("nowhere.toml", "nowhere.toml can't be read"),
+        ("4x8", 'names no device; write "4x8 H100-80GB"'),
+        ("0x8 A100-80GB", 'has no device; write "1x8 A100-80GB"'),
+        ("4x0 A100-80GB", "'4x0 A100-80GB' has no device"),
+    ],
+)
+def test_unknown_clusters_are_refused(invoke: Invoke, shape: Path, where: str, said: str) -> None:
     done = invoke("plan", shape, "--cluster", where)
     assert done.exit_code == 2
-    assert "error:" in done.stderr
+    assert said in done.stderr
 
 
 def test_a_shape_without_a_cluster_is_refused(invoke: Invoke, shape: Path) -> None:

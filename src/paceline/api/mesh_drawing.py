@@ -177,7 +177,9 @@ def _ranks_in_a_row(s: Strategy, hosts: int | Sequence[int] | None) -> tuple[ran
         sizes = [s.workers]
     elif not isinstance(hosts, int):
         sizes = list(hosts)
-    elif hosts < 1 or s.workers % hosts:
+    elif hosts < 1:
+        raise InputError(f"hosts={hosts} are none; write hosts=1, or more")
+    elif s.workers % hosts:
         raise InputError(
             f"hosts={hosts}: {s.workers} ranks can't be spread evenly over them; write hosts=1, or how many ranks each "
             f"host has, hosts=[{s.workers}]"

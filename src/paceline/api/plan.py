@@ -156,6 +156,11 @@ def plan(
     """
     delay = Delay.parse(delay) if isinstance(delay, str) else delay
     objectives = Objectives(objective, noise_scale, workers=workers, engine=engine, delay=delay, unbuilt=unbuilt)
+    if noise_scale is not None and not objectives.statistical:
+        raise InputError(
+            f"noise_scale={noise_scale}: objective={objective} does not count how much a sample of a larger batch is "
+            "worth; leave noise_scale out, or write objective=goodput"
+        )
     if engine is not None:
         _refuse_engine(engine, cluster)
     shape = Path(program) if isinstance(program, (str, Path)) and str(program).endswith(".toml") else None
@@ -172,6 +177,10 @@ def plan(
     if verify and (shape or cluster):
         reason = "a shape has no code to run" if shape else "plans for another machine can't be run on this one"
         raise InputError(f"verify={verify}: {reason}; leave verify out")
+    if shape and profile is not None:
+        raise InputError(
+            f"profile={str(profile)!r}: a shape has no code to measure, so there is nothing to keep; leave profile out"
+        )
     if shape:
         return _plan_shape(shape, cluster, objectives, calibrate)
     if calibrate is not None:

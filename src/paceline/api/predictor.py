@@ -1,6 +1,5 @@
 """predict and predictor: the output of a model for an input, computed by the workers of one replica."""
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -151,5 +150,7 @@ def read_inputs(path: str | Path) -> Tree:
     with reading(Path(path)):
         try:
             return torch.load(path, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        except OSError:
+            raise
+        except Exception as error:  # a file that is none of torch.save's raises nearly anything
             raise ValueError(f"it holds no tensors that torch.save has written ({type(error).__name__})") from error

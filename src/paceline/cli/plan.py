@@ -87,10 +87,12 @@ def plan(
             raise InputError(
                 f"calibrate={str(calibrate)!r}: plans of several programs are not calibrated; plan one of them"
             )
-        if steps and (len(steps) != len(programs) or len(programs) == 1):
+        if steps and len(programs) == 1:
+            raise InputError(f"--steps {steps[0]} is for several programs, which share the workers; leave it out")
+        if steps and len(steps) != len(programs):
             raise InputError(
                 f"--steps {' --steps '.join(map(str, steps))} for {len(programs)} programs; write it once for each of "
-                "several, or leave it out"
+                "them, or leave it out"
             )
         if steps and min(steps) < 1:
             raise InputError(f"--steps {min(steps)} trains nothing; write --steps 1000, say")

@@ -152,6 +152,8 @@ def watch(
 ) -> None:
     """Serve a live page of the run in RUN, while it lasts and afterwards, until Ctrl-C."""
     with session(json_output=False):
+        if not 0 <= port <= 65535:
+            raise InputError(f"--port {port} is no port; write one from 1024 to 65535, or leave --port out")
         from paceline.report.live import WatchedRun
 
         watched = WatchedRun(run)

@@ -50,6 +50,8 @@ EFFICIENCY = 0.8
 
 NAMED = re.compile(r"\s*(?:(\d+)\s*x\s*(\d+)\s+)?(\S+)\s*")
 
+_SIZES = re.compile(r"\d+x\d+")
+
 _FROM_FILE = "written in the cluster's file"
 
 
@@ -98,7 +100,11 @@ def read(source: str | Path, precision: str = "bf16-mixed") -> Cluster:
     match = NAMED.fullmatch(str(source))
     if match is None:
         raise InputError(f'{str(source)!r} is no cluster; write "4x8 H100-80GB" or the path of a .toml file.')
-    hosts, per_host = (int(each or 1) for each in match.groups()[:2])
+    if _SIZES.fullmatch(match.group(3)):
+        raise InputError(f'{str(source)!r} names no device; write "{match.group(3)} H100-80GB", say.')
+    hosts, per_host = (1 if each is None else int(each) for each in match.groups()[:2])
+    if not (hosts and per_host):
+        raise InputError(f'{str(source)!r} has no device; write "1x8 {match.group(3)}", say: hosts x devices of each.')
     return _named(hosts, per_host, match.group(3), precision, str(source).strip())
 
 
