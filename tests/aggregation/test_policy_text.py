@@ -97,8 +97,8 @@ WRONG = [
     ("synchronous:combine=men", "unknown synchronous:combine 'men'; did you mean 'mean'"),
     ("buffered:k=2.5", "buffered:k=2.5, but it must be a whole number"),
     ("buffered:k=0", "write buffered:k=1"),
-    ("local-steps:over=(buffered:k=4", "parentheses in .* don't match"),
-    ("local-steps:over=buffered:k=4),period=3", "parentheses in .* don't match"),
+    ("local-steps:over=(buffered:k=4", "a parenthesis or bracket in .* is not closed, or not opened"),
+    ("local-steps:over=buffered:k=4),period=3", "a parenthesis or bracket in .* is not closed, or not opened"),
     ("local-steps:outer=adam", "unknown outer optimizer 'adam'"),
     ("local-steps:outer=(nesterov:nesterov=true)", "unknown option of nesterov 'nesterov'"),
 ]
@@ -180,6 +180,30 @@ def test_a_threshold_joins_its_own_family() -> None:
 
     assert parse("smooth-switch:threshold=halving") == SmoothSwitch(threshold=Halving())
     assert "halving" not in registered(Aggregation)
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (dict[str, int], "halving:w=1: values of its type, dict, have no text; build the object in Python"),
+        (Any, "values of its type, Any, have no text"),
+        (
+            "Nonsense",
+            "Halving has a field whose type names 'Nonsense', which its module does not have; import or define",
+        ),
+    ],
+)
+def test_what_has_no_text(kind: Any, message: str) -> None:
+    namespace = {"__annotations__": {"w": kind}, "w": None, "of": lambda self, u: 1.0, "__module__": __name__}
+    register("halving")(dataclass(frozen=True)(type("Halving", (Curve,), namespace)))
+    with pytest.raises(InputError, match=message):
+        parse("smooth-switch:threshold=(halving:w=1)")
+
+
+def test_a_class_that_is_registered_without_a_name_is_refused() -> None:
+    with pytest.raises(InputError, match=r"write @register\('my-policy'\) over the class"):
+        register(Patient)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("registry")

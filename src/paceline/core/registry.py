@@ -49,7 +49,13 @@ class RegisteredClass:
 
     def options(self) -> Mapping[str, TextOption]:
         """Return what may be written after the colon, in the constructor's order."""
-        hints = get_type_hints(self.cls.__init__)
+        try:
+            hints = get_type_hints(self.cls.__init__)
+        except NameError as error:
+            raise InputError(
+                f"{self.cls.__name__} has a field whose type names {error.name!r}, which its module does not have; "
+                "import or define it there, and not under TYPE_CHECKING alone."
+            ) from error
         # callable: of a class that came from another process, MISSING is another object than here.
         factories = {f.name: f.default_factory for f in fields(self.cls) if callable(f.default_factory)}
         return {
@@ -122,6 +128,9 @@ def register(name: str, **fixed: Any) -> Callable[[type[T]], type[T]]:
     Raises:
         InputError: the name is malformed or taken, or the class is no frozen dataclass of a known family.
     """
+
+    if not isinstance(name, str):
+        raise InputError("@register has no name to give; write @register('my-policy') over the class.")
 
     def decorate(cls: type[T]) -> type[T]:
         family = family_of(cls)

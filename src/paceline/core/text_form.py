@@ -140,7 +140,13 @@ def parse_option(name: str, hint: Any, text: str) -> Any:
         choices += ["true", "false"] if bool in members else []
         raise unknown(name, text, choices)
     expected = " or ".join(word for a in members if a in _OPTION_TYPES and (word := _OPTION_TYPES[a][1]))
-    raise InputError(f"{name}={text}, but it must be {expected or 'said in Python'}; write {name}=<{expected}>.")
+    if not expected:
+        kind = getattr(hint, "__name__", hint)
+        raise InputError(
+            f"{name}={text}: values of its type, {kind}, have no text; build the object in Python, as in "
+            "Strategy(aggregation=MyPolicy(…)), or leave it out."
+        )
+    raise InputError(f"{name}={text}, but it must be {expected}; write {name}=<{expected}>.")
 
 
 def alternatives(hint: Any) -> Iterator[Any]:
@@ -168,7 +174,10 @@ def split_outside_brackets(text: str, at: str) -> list[str]:
         else:
             pieces[-1] += character
     if depth != 0:
-        raise InputError(f"the parentheses in {text!r} don't match; write over=(buffered:k=8), say.")
+        raise InputError(
+            f"a parenthesis or bracket in {text!r} is not closed, or not opened; write both or neither: "
+            "over=(buffered:k=8), every=5."
+        )
     return pieces
 
 
