@@ -67,6 +67,15 @@ def test_reserving_more_than_there_is_names_the_bytes_wanted(monkeypatch: pytest
     segment.close()
 
 
+def test_what_ulimit_forbids_is_no_lack_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: int) -> None:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(os, "ftruncate", forbidden)
+    with pytest.raises(PacelineError, match="more than a file of this process may have; write ulimit -f unlimited"):
+        SharedMemory.create("big", 1 << 20)
+
+
 def test_what_lies_on_disk_has_room_and_no_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     segment = SharedMemory.on_disk(1 << 20)

@@ -14,6 +14,7 @@ holds for memory on disk, whose pages the system may write out and read back whe
 """
 
 import contextlib
+import errno
 import mmap
 import os
 import tempfile
@@ -60,7 +61,7 @@ class SharedMemory:
             self._map: mmap.mmap | None = mmap.mmap(fd, size_bytes, flags, access)
         except (OSError, ValueError, OverflowError) as error:
             os.close(fd)
-            raise _no_memory(size_bytes, str(error)) from error
+            raise _no_memory(size_bytes, error) from error
 
     @classmethod
     def create(cls, name: str, size_bytes: int, *, reserved_bytes: int = 0) -> "SharedMemory":
@@ -79,7 +80,7 @@ class SharedMemory:
             os.ftruncate(fd, size_bytes)
         except (OSError, OverflowError) as error:
             os.close(fd)
-            raise _no_memory(size_bytes, str(error)) from error
+            raise _no_memory(size_bytes, error) from error
         segment = cls(fd, size_bytes)
         try:
             if reserved_bytes:
@@ -149,7 +150,7 @@ class SharedMemory:
         try:
             os.posix_fallocate(self.fd, offset, size_bytes)
         except OSError as error:
-            raise _no_memory(size_bytes, str(error)) from error
+            raise _no_memory(size_bytes, error) from error
 
     def close(self) -> None:
         """Unmap the memory; idempotent. Tensors and buffers of it keep it mapped as long as they live."""
@@ -204,7 +205,12 @@ class Arena:
         return {name: self.tensor(segment, name) for name in self.slots}
 
 
-def _no_memory(size_bytes: int, reason: str) -> PacelineError:
+def _no_memory(size_bytes: int, reason: str | Exception) -> PacelineError:
+    if isinstance(reason, OSError) and reason.errno == errno.EFBIG:
+        return PacelineError(
+            f"{size_bytes:,} bytes of shared memory are more than a file of this process may have; write "
+            "ulimit -f unlimited before it is started"
+        )
     return PacelineError(
         f"{size_bytes:,} bytes of shared memory can't be had ({reason}); "
         "write fewer replicas=, a smaller model or less data, or give this machine or container more memory"
