@@ -46,12 +46,12 @@ def refused(match: str, program: Any = None, strategy: Any = "replicas=2", **set
     [
         ({"steps": None}, "a run needs one budget, but has none; write seconds=60, or steps=, or epochs=, or until="),
         ({"seconds": 3}, "has steps=1 and seconds=3; write seconds=60"),
-        ({"steps": 0}, "steps=0 must be a number above 0; write steps=10"),
-        ({"steps": -1}, "steps=-1 must be a number above 0"),
-        ({"steps": 2.5}, "steps=2.5 must be a whole number; write steps=2"),
-        ({"steps": True}, "steps=True must be a number"),
-        ({"steps": "10"}, "steps='10' must be a number"),
-        ({"steps": None, "seconds": float("inf")}, "seconds=inf must be a number above 0"),
+        ({"steps": 0}, "steps=0 must be a whole number above 0; write steps=10"),
+        ({"steps": -1}, "steps=-1 must be a whole number above 0"),
+        ({"steps": 2.5}, "steps=2.5 must be a whole number above 0; write steps=2"),
+        ({"steps": True}, "steps=True must be a whole number above 0"),
+        ({"steps": "10"}, "steps='10' must be a whole number above 0"),
+        ({"steps": None, "seconds": float("inf")}, "seconds=inf must be a finite number above 0"),
         ({"steps": None, "seconds": float("nan")}, "seconds=nan must be a number above 0"),
         ({"steps": None, "epochs": 0}, "epochs=0 must be a number above 0"),
         ({"evaluate_every": 0}, "evaluate_every=0 must be a number above 0"),
@@ -79,7 +79,12 @@ def refused(match: str, program: Any = None, strategy: Any = "replicas=2", **set
         ),
         ({"engine": "ray:"}, "engine='ray:' names no cluster; write engine='ray:auto'"),
         ({"engine": "local", "times": "compute=1"}, "engine=local runs in real time; write engine='virtual'"),
-        ({"times": "compute=-1"}, "compute=-1: .*must be 0 or more"),
+        ({"steps": None, "until": "train_los<=1"}, "unknown history field in until= 'train_los'"),
+        ({"times": "compute=-1"}, "compute=-1, but it must be 0 or more; write compute=0"),
+        ({"times": "compute=normal:mean=0,std=-1"}, "compute=normal:mean=0,std=-1: std=-1, but"),
+        ({"times": ""}, "times='' says nothing; write 'compute="),
+        ({"out": ""}, "'' names no folder"),
+        ({"out": 3}, "3 names no folder"),
         ({"times": "comput=1"}, "unknown time 'comput'; did you mean 'compute'"),
         ({"times": 0.01}, "times=0.01 is no Times and no text; write times='compute=0.01"),
         ({"delay": "gaussian:mean=1"}, "unknown distribution 'gaussian'"),
@@ -297,6 +302,18 @@ def test_what_is_good_is_not_refused(engine: VirtualEngine) -> None:
     check(programs.program(), "replicas=2", engine=engine, until="train_loss<=-1.5e-3", evaluate_every=1)
     with pytest.raises(StartedError):
         train(programs.program(), engine="virtual", steps=1, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("check", functools.partial(check, engine="virtual")),
+        ("compare", lambda program, text, **settings: paceline.compare(program, [text], engine="virtual", **settings)),
+    ],
+)
+def test_an_argument_that_there_is_not(name: str, call: Any) -> None:
+    with pytest.raises(InputError, match=f"unknown argument of {name} 'stepz'; did you mean 'steps'"):
+        call(programs.program(), "replicas=1", stepz=5)
 
 
 def test_refusing_leaves_the_callers_random_numbers_alone() -> None:

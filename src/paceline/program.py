@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from paceline.core.errors import InputError
+from paceline.core.option_checks import check_samples, check_seed
 from paceline.data_checks import check_data
 from paceline.device import CPU, exclusive_generator, moved
 from paceline.loaders import program_fields
@@ -118,11 +119,8 @@ class Program:
                 "twice; write one of them"
             )
         for name in ("batch_size", "global_batch_size"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise InputError(f"{name}={value!r} must be a whole number of samples, at least 1; write {name}=32")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
-            raise InputError(f"seed={self.seed!r} must be a whole number from 0 to 2^63 - 1; write seed=0")
+            check_samples(name, getattr(self, name))
+        check_seed(self.seed)
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise InputError(f"clip_norm={self.clip_norm!r} must be above 0; write clip_norm=1.0 or leave it out")
         if self.precision not in ("fp32", "bf16"):

@@ -1,12 +1,11 @@
 """Options of a run, and the checks of all its arguments before anything starts."""
 
 import inspect
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_args
 
@@ -25,11 +24,12 @@ from paceline.clock.times import Delay, Times
 from paceline.core.conditions import Condition
 from paceline.core.delta import Gradient
 from paceline.core.errors import InputError, unknown
+from paceline.core.option_checks import check_amounts, check_folder_given, check_reactions
 from paceline.core.records import STATISTICS
 from paceline.core.safe_files import check_writable
-from paceline.core.types import Seconds
+from paceline.core.types import BudgetUnit, OnDeath, OnNonFinite, Seconds
 from paceline.device import resolved
-from paceline.engine.base import Budget, BudgetUnit, Engine, Job, OnDeath, OnNonFinite
+from paceline.engine.base import Budget, Engine, Job
 from paceline.engine.dry_run import DryRun, dry_run
 from paceline.engine.run_context import first_batch, order_of
 from paceline.engine.run_state import ResumePoint
@@ -81,27 +81,27 @@ class TrainOptions:
     dropped: tuple[str, ...] = ()
     """Options of the run that goes on which are not among these, though nobody has said so."""
 
+    @classmethod
+    def of(cls, call: str, settings: Mapping[str, Any]) -> "TrainOptions":
+        """Return the options that are given by name to the function ``call``; InputError for one that is none."""
+        names = [field.name for field in fields(cls) if field.name not in ("found", "dropped")]
+        for name in settings:
+            if name not in names:
+                raise unknown(f"argument of {call}", name, names)
+        return cls(**settings)
+
     def check(self) -> None:
         """Raise InputError if an option has a value that it can't have."""
         check_callbacks(self.callbacks)
-        if self.on_nonfinite not in get_args(OnNonFinite):
-            raise unknown("on_nonfinite", str(self.on_nonfinite), get_args(OnNonFinite))
-        if self.on_death is not None and self.on_death not in get_args(OnDeath):
-            raise unknown("on_death", str(self.on_death), get_args(OnDeath))
-        for name, usual in (("timeout_s", 60), ("suspect_after_s", 5)):
-            value = getattr(self, name)
-            if not (_is_number(value) and value > 0):
-                raise InputError(f"{name}={value!r} must be a number of seconds above 0; write {name}={usual}")
+        patience = {"timeout_s": self.timeout_s, "suspect_after_s": self.suspect_after_s}
+        check_reactions(self.on_nonfinite, self.on_death, **patience)
         if not isinstance(self.resume, (bool, str, os.PathLike)):
             raise InputError(f"resume={self.resume!r} is neither True nor a folder of checkpoints; write resume=True")
         for name in ("noise_scale", "accept_changes"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise InputError(f"{name}={value!r} is neither True nor False; write {name}=True")
-        for name in ("checkpoint_every", "resume"):
-            value = getattr(self, name)
-            if self.checkpoint is None and (value if name != "resume" else value is True):
-                raise InputError(f"{name}={value!r} says no folder; write checkpoint='ckpt' too")
+        check_folder_given(self.checkpoint, checkpoint_every=self.checkpoint_every, resume=self.resume is True)
 
     def checkpoints(self) -> CheckpointOptions | None:
         """Return where and how often the run is saved; None: never.
@@ -155,16 +155,8 @@ class TrainOptions:
                 "write seconds=60, or steps=, or epochs=, or until="
             )
         unit, amount = next(iter(given.items())) if given else ("seconds", None)
-        for name, value in (*given.items(), ("evaluate_every", self.evaluate_every)):
-            if value is not None and not (_is_number(value) and 0 < value < math.inf):
-                raise InputError(f"{name}={value!r} must be a number above 0; write {name}=10")
-        if self.steps is not None and self.steps != int(self.steps):
-            raise InputError(f"steps={self.steps} must be a whole number; write steps={max(1, round(self.steps))}")
-        every = self.evaluate_every or (amount / POINTS if amount is not None else None)
-        if every is None:
-            raise InputError(
-                f"until={self.until!r} alone does not say how often to evaluate; write evaluate_every=1 (seconds)"
-            )
+        check_amounts({name: getattr(self, name) for name in (*units, "evaluate_every")})
+        every = self.evaluate_every or (amount / POINTS if amount is not None else NEVER_S)
         return Budget(unit, amount, every, Condition.parse(self.until) if self.until is not None else None)
 
 
@@ -214,6 +206,10 @@ def job_of(
     with meanwhile(strategy):
         seen = dry_run(program, None if own_steps else first_batch(draft), few=few)
     _check_fields(budget, program, seen, options)
+    if budget.amount is None and options.until is not None and options.evaluate_every is None:
+        raise InputError(
+            f"until={options.until!r} alone does not say how often to evaluate; write evaluate_every=1 (seconds)"
+        )
     _check_written(seen, strategy.aggregation)
     # What a policy leaves open (a learning rate, the number of replicas) is fixed here once, for every engine alike.
     aggregation = strategy.aggregation.resolved(learning_rate=seen.learning_rate, replicas=strategy.replicas)
@@ -389,8 +385,3 @@ def _check_fields(budget: Budget, program: Program, seen: DryRun, options: Train
     for where, field in named:
         if field not in fields:
             raise unknown(f"history field in {where}", field, fields)
-
-
-def _is_number(value: Any) -> bool:
-    """Return True for a number; False for a bool and for NaN."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value

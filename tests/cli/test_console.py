@@ -30,7 +30,7 @@ def test_an_error_is_one_message_on_stderr_and_an_exit_code(
 
 def test_an_error_in_the_program_is_reported_the_same_way(invoke: Any, calls: Any) -> None:
     calls.results["load_program"] = InputError("unknown program 'digit'; did you mean 'digits'?")
-    done = invoke("compare", "digit", "--strategy", "replicas=2")
+    done = invoke("compare", "own:digit", "--strategy", "replicas=2")
     assert (done.exit_code, done.stderr) == (2, "error: unknown program 'digit'; did you mean 'digits'?\n")
 
 

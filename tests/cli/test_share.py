@@ -9,10 +9,10 @@ from paceline.cli.options import DEFAULT_SECONDS
 
 def test_programs_and_options_reach_share_workers(invoke: Any, calls: Any) -> None:
     words = ("--strategy", "replicas=2", "--scheduler", "cyclic", "--slice-steps", "50", "--until", "test_loss<=0.2")
-    done = invoke("share", "digits", "models.py:wide", *words, "--loss", "test_loss", "--seed", "5")
+    done = invoke("share", "digits", "models:wide", *words, "--loss", "test_loss", "--seed", "5")
     assert done.exit_code == 0, done.stderr
     args, keywords = calls.of("share_workers")
-    assert args == ({"digits": "the program", "models.py:wide": "the program"}, "replicas=2")
+    assert args == ({"digits": "the program", "models:wide": "the program"}, "replicas=2")
     assert (keywords["scheduler"], keywords["slice_steps"], keywords["loss"]) == ("cyclic", 50, "test_loss")
     assert (keywords["until"], keywords["seed"], keywords["seconds"]) == ("test_loss<=0.2", 5, None)
     assert (keywords["checkpoint"], keywords["resume"]) == (None, False)

@@ -50,6 +50,28 @@ REFUSED = [
     (["train", "digits", "--until", "accuracy>0.9"], 'write --until "test_accuracy>=0.9". Fields: time_s, '),
     (["train", "digits", "--until", "train_los<=1"], 'write --until "train_loss<=1". Fields: time_s, '),
     (["train", "digits", "--preemptible"], "write --checkpoint DIR too"),
+    (["train", "digit"], "unknown program 'digit'; did you mean 'digits'?"),
+    (["predict", "nothing.py:p", "--input", "x", "--out", "y"], "there is no file "),
+    (["train", "digits", "--engine", "virtul"], "unknown engine 'virtul'; did you mean 'virtual'?"),
+    (["train", "digits", "--steps", "0"], "steps=0 must be a whole number above 0; write steps=10"),
+    (["train", "digits", "--seconds", "inf"], "seconds=inf must be a finite number above 0"),
+    (["train", "digits", "--evaluate-every", "-1"], "evaluate_every=-1.0 must be a number above 0"),
+    (["train", "digits", "--seed", "-1"], "seed=-1 must be a whole number from 0"),
+    (["train", "digits", "--batch-size", "0"], "batch_size=0 must be a whole number of samples"),
+    (["train", "digits", "--on-death", "maybe"], "unknown on_death 'maybe'; known: continue, replace, stop"),
+    (["train", "digits", "--on-nonfinite", "ignore"], "unknown on_nonfinite 'ignore'"),
+    (["train", "digits", "--suspect-after-s", "0"], "must be a number of seconds above 0; write suspect_after_s=5"),
+    (["train", "digits", "--delay", "gaussian:mean=0"], "unknown distribution 'gaussian'"),
+    (["train", "digits", "--times", "compute=-1"], "compute=-1, but it must be 0 or more; write compute=0"),
+    (["train", "digits", "--times", ""], "times='' says nothing; write 'compute="),
+    (["train", "digits", "--resume"], "write checkpoint='ckpt' too"),
+    (["train", "digits", "--checkpoint", "x", "--checkpoint-every", "soon"], "is neither a time nor a number of steps"),
+    (["share", "digits", "synthetic", "--scheduler", "prio"], "did you mean 'priority'?"),
+    (["share", "digits", "synthetic", "--slice-steps", "0"], "write slice_steps=1"),
+    (["serve", "digits", "--address", "nohost:99999"], "address='nohost:99999' is not HOST:PORT"),
+    (["serve", "digits", "--timeout-s", "0"], "write timeout_s=60"),
+    (["watch", "runs/a", "--port", "99999"], "--port 99999 is no port; write one from 1024 to 65535"),
+    (["share", "digits"], "digits alone has nobody to share with; write two programs or more"),
 ]
 SHELLS = ("bash", "zsh", "fish")
 COMPLETED = {"tr": {"train", "trace"}, "train --show-s": {"--show-stages", "--show-shards"}}
@@ -95,12 +117,12 @@ def test_words_that_mean_nothing_are_refused_before_torch_is_imported(answers: A
     ],
 )
 def test_what_only_a_programs_own_file_registers_is_left_to_it(invoke: Any, calls: Any, strategy: str) -> None:
-    assert invoke("train", "own.py:program", "--strategy", strategy).exit_code == 0
+    assert invoke("train", "own:program", "--strategy", strategy).exit_code == 0
     assert calls.of("train")[0] == ("the program", strategy)
 
 
 def test_metrics_of_a_program_may_end_a_run(invoke: Any, calls: Any) -> None:
-    assert invoke("train", "own.py:program", "--until", "test_f1>=0.5").exit_code == 0
+    assert invoke("train", "own:program", "--until", "test_f1>=0.5").exit_code == 0
     assert calls.of("train")[1]["until"] == "test_f1>=0.5"
 
 

@@ -72,6 +72,7 @@ def compare(
         others = [str(Strategy.coerce(each)) for each in strategies if not is_auto(each)]
         strategies = [best if is_auto(s) else s for s in strategies if not (is_auto(s) and str(best) in others)]
         baseline = best if is_auto(baseline) else baseline
+    TrainOptions.of("compare", budget)
     chosen = _checked(strategies)
     if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
         raise InputError(f"rounds={rounds!r} must be a whole number, at least 1; write rounds=1")

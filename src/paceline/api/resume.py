@@ -3,6 +3,7 @@
 import functools
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def resume(
     dropped = (*(name for name in of_run if name not in taken), *others)
     settings = defaults | taken | settings
     output = {name: settings.pop(name) for name in ("progress", "out", "tensorboard") if name in settings}
-    options = TrainOptions(**settings, resume=path, found=(found, damaged), dropped=dropped)
+    options = replace(TrainOptions.of("resume", settings), resume=path, found=(found, damaged), dropped=dropped)
     return train_with(program, strategy, engine, options, **output)
 
 

@@ -80,15 +80,16 @@ def serve(
     """
     given, strategy = program_of("serve", program, model, optimizer, seed, clip_norm), _checked(strategy, settings)
     output = {name: settings.pop(name) for name in ("progress", "out", "tensorboard") if name in settings}
+    place, usual = parse(address), dict[str, Any](suspect_after_s=30.0, loop=_elsewhere)
+    options = TrainOptions.of("serve", usual | settings)
+    options.check()
     token = token_of_environment()
     if token is None and output.get("out") is None:
         raise InputError(
             "serve has no place for the token with which processes join; write out='runs/a', or set the environment "
             f"variable {TOKEN}"
         )
-    engine = ServingEngine(parse(address), token or new_token(), from_environment=token is not None)
-    usual: dict[str, Any] = {"suspect_after_s": 30.0, "loop": _elsewhere}
-    options = TrainOptions(**usual | settings)
+    engine = ServingEngine(place, token or new_token(), from_environment=token is not None)
     run = train_with(given, strategy, engine, options, **output)
     if model is not None:
         write_state(model, run.state)

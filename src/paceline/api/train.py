@@ -12,12 +12,12 @@ from paceline.callbacks.base import Callback, RunHandle
 from paceline.callbacks.dispatch import Callbacks
 from paceline.callbacks.out_files import OutFiles
 from paceline.clock.times import Delay, Times
-from paceline.core.errors import InputError, drop_engines_frames, unknown
+from paceline.core.errors import InputError, drop_engines_frames
 from paceline.core.program_import import refuse_while_importing
 from paceline.core.safe_files import reserved
-from paceline.core.types import Seconds
-from paceline.engine import ENGINES
-from paceline.engine.base import Engine, Job, OnDeath, OnNonFinite, Outcome, Progress, Watcher
+from paceline.core.types import OnDeath, OnNonFinite, Seconds
+from paceline.engine import ENGINES, split_name
+from paceline.engine.base import Engine, Job, Outcome, Progress, Watcher
 from paceline.engine.run_context import is_main
 from paceline.metrics.summary import summarize
 from paceline.program import Program, no_data
@@ -41,11 +41,9 @@ def open_engine(name: str) -> Engine:
     Raises:
         InputError: no such engine, or what it needs is not installed.
     """
-    kind, colon, address = name.partition(":")
-    if kind not in ENGINES.names():
-        raise unknown("engine", name, ENGINES.names())
+    kind, address = split_name(name)
     engine: type[Engine] = ENGINES.entry(kind).cls
-    return engine.from_address(address if colon else None)
+    return engine.from_address(address)
 
 
 def opened(engine: str | Engine) -> AbstractContextManager[Engine]:
@@ -327,4 +325,4 @@ def check(program: Program, strategy: Strategy | str, *, engine: str | Engine = 
 
             refuse(strategy, engine.name)
             strategy = "replicas=1"  # refused like whatever would be chosen
-        job_of(program, strategy, engine, TrainOptions(**settings))
+        job_of(program, strategy, engine, TrainOptions.of("check", settings))

@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec
 
 from typer import Argument, Option
 
+from paceline.checkpoint.options import CheckpointOptions
+from paceline.clock.times import Delay, Times
 from paceline.core.conditions import Condition
+from paceline.core.option_checks import check_amounts, check_folder_given, check_reactions, check_samples, check_seed
+from paceline.datasets.resolve import refuse_unknown
+from paceline.engine import split_name
 from paceline.strategy import Strategy, is_auto, without_classes
 
 if TYPE_CHECKING:
@@ -111,10 +116,23 @@ class Shared:
             strategies: texts of strategies, or ``auto``.
             programs: as named on the command line: a program's own file may register what a strategy names.
         """
+        programs = list(programs)
         refuse_strategies(strategies, programs)
+        for program in programs:
+            refuse_unknown(program)
+        if not _register(programs):
+            split_name(self.engine)
+            for kind, text in ((Delay, self.delay), (Times, self.times)):
+                if text is not None:
+                    kind.parse(text)
         if self.until is not None:
             form = '--until "{}"'
             Condition.parse(self.until, form=form).refuse_unknown(form=form)
+        check_amounts({name: getattr(self, name) for name in ("steps", "epochs", "seconds", "evaluate_every")})
+        check_reactions(self.on_nonfinite, self.on_death, suspect_after_s=self.suspect_after_s)
+        check_samples("batch_size", self.batch_size)
+        if self.seed is not None:
+            check_seed(self.seed)
 
     def program(self, name: str) -> "Program":
         """Load the program called ``name``, with the data, seed and batch size of the options."""
@@ -137,10 +155,22 @@ def refuse_strategies(strategies: Iterable[str], programs: Iterable[str]) -> Non
         strategies: texts of strategies, or ``auto``.
         programs: as named on the command line: a program's own file may register what a strategy names.
     """
-    registers = any(":" in program for program in programs)
+    registered = _register(programs)
     for text in strategies:
         if not is_auto(text):
-            Strategy.parse(without_classes(text) if registers else text)
+            Strategy.parse(without_classes(text) if registered else text)
+
+
+def _register(programs: Iterable[str]) -> bool:
+    """Return whether code of a user's, once it is imported, may register classes of its own."""
+    return any(":" in program for program in programs)
+
+
+def refuse_saving(folder: Path | None, every: str | None, keep: int, *, resume: bool) -> None:
+    """Raise InputError for options about checkpoints that can't be read, or have no folder."""
+    check_folder_given(folder, checkpoint_every=every, resume=resume)
+    if folder is not None:
+        CheckpointOptions.of(folder, every, keep)
 
 
 _PROGRAM_OPTIONS = ("data", "batch_size", "seed")

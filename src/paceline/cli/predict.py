@@ -7,6 +7,7 @@ from typer import Option, echo
 
 from paceline.cli.console import print_json, session, write_target
 from paceline.cli.options import Json, ProgramName, refuse_strategies
+from paceline.datasets.resolve import refuse_unknown
 
 
 def predict(
@@ -22,6 +23,7 @@ def predict(
     """Write the output of PROGRAM's model, in evaluation mode, computed by the workers of one replica."""
     with session(json_output=json):
         refuse_strategies([strategy], [program])
+        refuse_unknown(program)
         target = write_target("--out", out)
         import torch
 

@@ -7,8 +7,20 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from paceline.cli.console import end, print_json, session
-from paceline.cli.options import CheckpointEvery, CheckpointFolder, Json, Keep, ProgramName, Resume, Shared, with_shared
+from paceline.cli.options import (
+    CheckpointEvery,
+    CheckpointFolder,
+    Json,
+    Keep,
+    ProgramName,
+    Resume,
+    Shared,
+    refuse_saving,
+    with_shared,
+)
 from paceline.cli.train import print_summary
+from paceline.core.option_checks import check_amounts, check_reactions
+from paceline.engine.serving.address import parse
 
 # Options of other commands that are about replicas of Paceline's own.
 _LEFT_OUT = ("engine", "delay", "times", "noise_scale", "on_death", "seconds", "suspect_after_s", "trace")
@@ -40,6 +52,10 @@ def serve(
     """
     with session(json_output=json):
         shared.refuse([strategy], [program])
+        parse(address)
+        check_reactions(shared.on_nonfinite, None, suspect_after_s=suspect_after_s, timeout_s=timeout_s)
+        check_amounts({"seconds": seconds})
+        refuse_saving(checkpoint, checkpoint_every, keep, resume=resume)
         from paceline.api.serve import serve as run_server
 
         given = [field.name for field in fields(Shared) if field.name not in (*_LEFT_OUT, "data", "batch_size", "seed")]

@@ -8,7 +8,9 @@ from typer import Argument, Option, echo
 from paceline.cli.console import end, print_json, session
 from paceline.cli.options import Json, Shared, with_shared
 from paceline.cli.train import default_strategy
-from paceline.core.errors import InputError
+from paceline.core.errors import InputError, check_int
+from paceline.core.option_checks import check_folder_given
+from paceline.parameter_scheduling.schedulers import coerce
 
 
 @with_shared
@@ -38,11 +40,17 @@ def share(
     --seconds is the budget of all together, --steps that of each; one leaves when it meets --until.
     """
     with session(json_output=json):
+        if len(programs) == 1:
+            raise InputError(f"{programs[0]} alone has nobody to share with; write two programs or more, or train")
         twice = [name for name in programs if programs.count(name) > 1]
         if twice:
             raise InputError(f"{twice[0]} is given twice; write it once, or two programs of a file, file.py:name")
         strategy = default_strategy() if strategy is None else strategy
         shared.refuse([strategy], programs)
+        if not any(":" in program for program in programs):
+            coerce(scheduler)
+        check_int("slice_steps", slice_steps, least=1)
+        check_folder_given(checkpoint, resume=resume)
         from paceline.api.share_workers import share_workers
 
         jobs = {name: shared.program(name) for name in programs}

@@ -18,6 +18,7 @@ from paceline.cli.options import (
     Resume,
     Shared,
     checkpoint_option,
+    refuse_saving,
     with_shared,
 )
 from paceline.core.errors import InputError
@@ -114,6 +115,7 @@ def train(
         if hosts is not None and not show_mesh:
             raise InputError(f"--hosts {hosts} is for a drawing; write --show-mesh too, or leave it out")
         shared.refuse([strategy], [program])
+        refuse_saving(checkpoint, checkpoint_every, keep, resume=resume)
         if options:
             text, values = _show(options[0], shared, program, strategy, hosts)
         else:

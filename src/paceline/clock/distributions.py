@@ -311,8 +311,12 @@ class Lognormal(Drawn):
         return rng.lognormal(math.log(self.median), self.sigma, count)
 
 
-def parse(text: str) -> Distribution:
+def parse(text: str, where: str = "value") -> Distribution:
     """Return the distribution that ``text`` describes: ``name:key=value,key=value``, or a bare number of seconds.
+
+    Args:
+        text: of it.
+        where: what a bare number stands for, for messages.
 
     Raises:
         InputError: an unknown name or key (with the nearest known one), a missing key, a value out of its range.
@@ -328,4 +332,4 @@ def parse(text: str) -> Distribution:
     if ":" in text or text[0].isalpha():
         distribution: Distribution = parse_value(_FAMILY, text)
         return distribution
-    return Constant(number(text, "value"))
+    return Constant(within(number(text, where), where, least=0))

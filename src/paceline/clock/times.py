@@ -207,6 +207,8 @@ class Times:
         """
         if text.strip() == "measured":
             return cls("measured", "measured", "measured")
+        if not text.strip():
+            raise InputError(f"times={text!r} says nothing; write {_EXAMPLE!r}, or leave it out.")
         values: dict[str, Any] = {}
         for word in text.split():
             key, equals, value = word.partition("=")
@@ -239,8 +241,10 @@ class Times:
 def _value(key: str, value: str) -> Distribution | Measured:
     if value != "measured":
         try:
-            return parse(value)
+            return parse(value, key)
         except InputError as error:
+            if str(error).startswith(f"{key}="):
+                raise
             raise InputError(f"{key}={value}: {error}") from error
     if key == "gradient":
         raise InputError("gradient=measured, but it is measured with apply; write times='measured'")

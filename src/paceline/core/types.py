@@ -19,3 +19,10 @@ Nanoseconds: TypeAlias = int
 
 # Reason why a replica no longer takes part.
 LeaveReason: TypeAlias = Literal["done", "died", "cancelled"]
+
+# What a budget is counted in.
+BudgetUnit: TypeAlias = Literal["steps", "epochs", "seconds"]
+
+# What a run does about a loss or a gradient that is not finite, and about a replica that dies.
+OnNonFinite: TypeAlias = Literal["stop", "skip"]
+OnDeath: TypeAlias = Literal["stop", "continue", "replace"]

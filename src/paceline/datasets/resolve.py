@@ -48,16 +48,13 @@ def load_program(
     Traceback (most recent call last):
     paceline.core.errors.InputError: unknown program 'digit'; did you mean 'digits'? Known: cifar10, digits, ...
     """
+    refuse_unknown(name)
     if ":" in name:
         program = _user_program(name, data)
-    elif name in PROGRAMS:
+    else:
         module, _, function = PROGRAMS[name].partition(":")
         make: Callable[..., Program] = getattr(importlib.import_module(module), function)
         program = make(data=data, seed=seed or 0)
-    elif name.endswith(".py"):
-        raise InputError(f"{name!r} names a file but not what to take from it; write {name}:NAME")
-    else:
-        raise unknown("program", name, PROGRAMS)
     if seed is not None:
         program = program.seeded(seed)
     if batch_size is not None:
@@ -65,12 +62,26 @@ def load_program(
     return program
 
 
+def refuse_unknown(name: str) -> None:
+    """Raise InputError if PROGRAM names none, as far as that is known before it is loaded; it imports no torch."""
+    source, colon, attribute = name.rpartition(":")
+    if not colon:
+        if name.endswith(".py"):
+            raise InputError(f"{name!r} names a file but not what to take from it; write {name}:NAME")
+        if name not in PROGRAMS:
+            raise unknown("program", name, PROGRAMS)
+    elif not source or not attribute:
+        raise InputError(f"{name!r} lacks a part of file.py:name; write it as train.py:program, say")
+    elif source.endswith(".py") and not (path := Path(source).expanduser().resolve()).is_file():
+        raise InputError(
+            f"there is no file {path}; write the path of the file that makes the Program, as in train.py:program"
+        )
+
+
 def _user_program(name: str, data: Path | None) -> "Program":
     from paceline.program import Program
 
     source, _, attribute = name.rpartition(":")
-    if not source or not attribute:
-        raise InputError(f"{name!r} lacks a part of file.py:name; write it as train.py:program, say")
     if data is not None:
         raise InputError(f"{name!r} is called with no arguments, so data={str(data)!r} can't reach it; leave it out")
     module = _import_file(Path(source)) if source.endswith(".py") else _import_module(source)
@@ -113,10 +124,6 @@ def _import_file(path: Path) -> ModuleType:
     import cloudpickle
 
     path = path.expanduser().resolve()
-    if not path.is_file():
-        raise InputError(
-            f"there is no file {path}; write the path of the file that makes the Program, as in train.py:program"
-        )
     # The digest of the path keeps apart files of one name in different folders.
     digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
     spec = importlib.util.spec_from_file_location(f"paceline_program_{path.stem}_{digest}", path)

@@ -15,7 +15,7 @@ from paceline.core.conditions import Condition
 from paceline.core.errors import unknown
 from paceline.core.records import Account, Record, ReplicaExit
 from paceline.core.registry import declare
-from paceline.core.types import ReplicaId, Seconds
+from paceline.core.types import BudgetUnit, OnDeath, OnNonFinite, ReplicaId, Seconds
 from paceline.engine import ENGINES
 from paceline.engine.run_state import ResumePoint
 from paceline.engine.torch_settings import TorchSettings
@@ -23,10 +23,6 @@ from paceline.program import Program
 from paceline.strategy import Strategy
 from paceline.support import Feature
 from paceline.trace.spans import Span
-
-BudgetUnit: TypeAlias = Literal["steps", "epochs", "seconds"]
-OnNonFinite: TypeAlias = Literal["stop", "skip"]
-OnDeath: TypeAlias = Literal["stop", "continue", "replace"]
 
 
 @dataclass(frozen=True, slots=True)

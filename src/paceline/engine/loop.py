@@ -23,8 +23,8 @@ from paceline.aggregation.base import Arrival
 from paceline.core.errors import NonFiniteError, WaitTimeoutError, WorkerError
 from paceline.core.noise_scale import NoiseAccumulator
 from paceline.core.records import Record, ReplicaExit
-from paceline.core.types import Clock, ReplicaId, Seconds
-from paceline.engine.base import BudgetUnit, RunEvent, Watcher
+from paceline.core.types import BudgetUnit, Clock, ReplicaId, Seconds
+from paceline.engine.base import RunEvent, Watcher
 from paceline.engine.budget import EvalSchedule
 from paceline.engine.coordinator import Coordinator, DecisionExecutor
 from paceline.engine.run_context import RunContext

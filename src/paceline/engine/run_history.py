@@ -9,8 +9,8 @@ from paceline.checkpoint.base import COMPRESSION
 from paceline.compression.base import Stateless, parse
 from paceline.core.noise_scale import NoiseAccumulator
 from paceline.core.records import Account, Record, ReplicaExit, WorkerFigures
-from paceline.core.types import Seconds
-from paceline.engine.base import BudgetUnit, Progress
+from paceline.core.types import BudgetUnit, Seconds
+from paceline.engine.base import Progress
 from paceline.engine.coordinator import Coordinator
 from paceline.engine.evaluation import SnapshotInfo
 from paceline.engine.own_states import keeps_own_state, saved_states
