@@ -292,6 +292,13 @@ def test_an_output_folder_of_a_run_under_way(engine: VirtualEngine, tmp_path: Pa
         refused("another run that has not ended is to be saved in", out=tmp_path / "a")
 
 
+def test_a_working_folder_that_is_gone(engine: VirtualEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    refused("the working folder has been removed; write cd and a folder that exists")
+
+
 def test_torchrun(engine: VirtualEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     refused("this one was started by torchrun; run it with python", engine="local")

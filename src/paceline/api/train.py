@@ -14,7 +14,7 @@ from paceline.callbacks.out_files import OutFiles
 from paceline.clock.times import Delay, Times
 from paceline.core.errors import InputError, drop_engines_frames
 from paceline.core.program_import import refuse_while_importing
-from paceline.core.safe_files import reserved
+from paceline.core.safe_files import check_working_folder, reserved
 from paceline.core.types import OnDeath, OnNonFinite, Seconds
 from paceline.engine import ENGINES, split_name
 from paceline.engine.base import Engine, Job, Outcome, Progress, Watcher
@@ -159,6 +159,7 @@ def train_with(
 ) -> Run:
     """Train as :func:`train` does, all of whose other arguments are ``options``."""
     refuse_while_importing("train" if options.loop is None else "launch")
+    check_working_folder()
     # Refused now rather than after hours of training; under torchrun by the rank that writes there, and may have begun.
     writes = is_main(engine if isinstance(engine, str) else engine.name)
     if out is None or not writes:

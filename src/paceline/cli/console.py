@@ -14,6 +14,7 @@ import typer
 
 from paceline.core.errors import InputError, PacelineError
 from paceline.core.formatting import printable
+from paceline.core.safe_files import check_working_folder
 
 T = TypeVar("T")
 
@@ -32,6 +33,7 @@ def session(*, json_output: bool) -> Iterator[None]:
     ``PACELINE_TRACEBACK=1`` also prints where the error was raised.
     """
     try:
+        check_working_folder()
         if json_output:
             # File descriptor 1 is stderr for the block, so that output of worker processes does not join the JSON.
             sys.stdout.flush()

@@ -199,6 +199,14 @@ def _lock_place(path: str | Path, place: Path) -> int | None:
             ) from None
 
 
+def check_working_folder() -> None:
+    """Raise InputError if this process's working folder has been removed, which breaks far more than relative paths."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise InputError("the working folder has been removed; write cd and a folder that exists") from None
+
+
 def check_writable(path: str | Path) -> None:
     """Raise InputError unless files can be written into a folder, which is made where it is missing."""
     target = Path(path).absolute()
