@@ -19,6 +19,7 @@ SUMMARY: dict[str, Any] = {
     "updates": 1200,
     "gradients": 3600,
     "discarded": 12,
+    "cancelled": 40,
     "test_accuracy": 0.9712,
     "staleness_mean": 2.5,
     "samples_per_s": 4321.0,

@@ -96,7 +96,13 @@ def test_program_options_reach_the_program(invoke: Any, calls: Any) -> None:
 def test_it_prints_a_short_table_of_what_was_measured(invoke: Any, calls: Any) -> None:
     lines = [" ".join(line.split()) for line in invoke("train", "digits").stdout.splitlines()]
     assert lines[0] == "replicas=4"
-    assert {"test accuracy 97.12%", "updates of A 1,200", "discarded 12", "samples/s 4,321"} <= set(lines)
+    assert {
+        "test accuracy 97.12%",
+        "updates of A 1,200",
+        "discarded 12",
+        "cancelled steps 40",
+        "samples/s 4,321",
+    } <= set(lines)
     assert not any(line.startswith("test loss") for line in lines), "it was not scored"
 
 

@@ -74,7 +74,7 @@ def test_branches_take_as_long_as_the_longest_of_them() -> None:
         for each in (strategy, "replicas=1")
     )
     assert found.history[-1].time_s == pytest.approx(3 * 0.012 * 7 / 28, rel=1e-6)
-    assert found.summary["notes"]["parts_need"] == NEEDS
+    assert found.summary["notes"]["part_dependencies"] == NEEDS
     assert all(torch.equal(found.state[name], value) for name, value in alone.state.items())
     step = pipeline_step(found.spans, found.strategy, found.summary)
     assert step is not None

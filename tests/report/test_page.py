@@ -127,6 +127,13 @@ def test_equal_sources_make_equal_pages(of_one_round: str, tmp_path: Path) -> No
     assert write(tmp_path, comparison(rounds=1)) == of_one_round
 
 
+def test_dependencies_of_parts_are_explained(tmp_path: Path) -> None:
+    summary = run().summary | {"notes": {"part_dependencies": "0-1 0>2"}}
+    text = Page(write(tmp_path, replace(run(traced=False), summary=summary))).text
+    assert "dependencies among the model's parts (0-1: part 1 needs what part 0 makes" in text
+    assert "): 0-1 0>2" in text
+
+
 def test_what_users_wrote_is_escaped(tmp_path: Path) -> None:
     evil = '<script>alert("x")</script>&$x_1$'
     summary = run().summary | {"notes": {evil: evil}, "interrupted": True, "nonfinite": 3}

@@ -34,6 +34,7 @@ ROWS = (
     ("updates of A", "updates", "{:,}"),
     ("gradients", "gradients", "{:,}"),
     ("  discarded", "discarded", "{:,}"),
+    ("cancelled steps", "cancelled", "{:,}"),
     ("mean staleness", "staleness_mean", "{:.2f}"),
     ("largest staleness", "staleness_max", "{:,}"),
     ("pipeline utilisation", "pipeline_utilisation", "{:.1%}"),

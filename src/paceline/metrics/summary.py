@@ -15,7 +15,7 @@ from paceline.trace.spans import Span
 SAVED = "peak_saved_bytes"
 
 # Key, among the notes of a pipeline, of the dependencies among the model's parts.
-NEEDS = "parts_need"
+NEEDS = "part_dependencies"
 
 # Figures of an account that are figures of the run as they are.
 _COUNTS = ("updates", "gradients", "applied", "discarded", "cancelled", "nonfinite", "seconds")

@@ -15,6 +15,7 @@ from paceline.core.types import ReplicaId, Seconds
 from paceline.metrics.efficiency import verdict
 from paceline.metrics.pipeline_step import pipeline_step
 from paceline.metrics.repeats import difference, mean_summary
+from paceline.metrics.summary import NEEDS
 from paceline.metrics.table_columns import PACE, REACHED, Column, Entry, figure, grid
 from paceline.report import figures
 from paceline.report.inputs import Section, Source, StrategyRuns, sections
@@ -171,6 +172,13 @@ def _results(section: Section) -> str:
     return table(head, rows, " ".join(caption))
 
 
+# What a note is, where its key does not say it.
+_LABELS = {
+    NEEDS: "dependencies among the model's parts (0-1: part 1 needs what part 0 makes, and 0 its gradient; 0>1: "
+    "without a gradient)"
+}
+
+
 def _notes(section: Section) -> str:
     """Return a list of events in single runs: replicas that left, interruptions, discarded gradients."""
     items: list[str] = []
@@ -187,7 +195,7 @@ def _notes(section: Section) -> str:
             if sentence := verdict(run.summary):
                 items.append(f"{label}: {escape(sentence)}.")
             for key, note in (run.summary.get("notes") or {}).items():
-                items.append(f"{escape(str(key))}: {escape(str(note))}")
+                items.append(f"{escape(_LABELS.get(str(key), str(key)))}: {escape(str(note))}")
     return f"<ul>{''.join(f'<li>{item}</li>' for item in dict.fromkeys(items))}</ul>" if items else ""
 
 

@@ -132,6 +132,6 @@ class ModelParallelShard(RankShard):
         return {
             "micro_batches": ranks.run_context.job.strategy.micro_batch_count,
             "parts": ranks.needs.parts,
-            "parts_need": str(ranks.needs),
+            "part_dependencies": str(ranks.needs),
             "shard_optimizer": zero,
         }

@@ -364,7 +364,7 @@ class VirtualRun:
         if self._job.strategy.spread and not (self._job.times or Times()).all_measured:
             notes["time_of_one_process"] = timing.factor
         if timing.needs is not None:
-            notes["parts_need"] = str(timing.needs)
+            notes["part_dependencies"] = str(timing.needs)
         if self._durations.measured_s is not None:
             notes["compute_measured_s"] = self._durations.measured_s
         history, exits = self._loop.history, self._loop.exits
