@@ -3,13 +3,15 @@
 import functools
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from paceline import InputError, Run, load, resume, train
+from paceline import Arrival, Decision, InputError, Run, Strategy, load, resume, train
+from paceline.aggregation.base import Unsynchronized, combined, released
 from paceline.api.train import train_with
 from paceline.callbacks import Callback
 from paceline.checkpoint.manifest import MANIFEST, Manifest, checkpoint_folders
@@ -97,6 +99,24 @@ def test_other_options_are_those_of_the_run_as_far_as_the_strategy_takes_them(tm
     assert "noise_scale" not in other.summary
     assert other.spans
     assert other.summary["notes"]["resumed"].endswith(", without noise_scale= of the run before")
+
+
+@dataclass(frozen=True)
+class Listed(Unsynchronized[Any]):
+    """Its state is one that no checkpoint can hold."""
+
+    def start(self, replicas: int) -> Any:
+        return [replicas]
+
+    def arrived(self, state: Any, arrival: Arrival) -> tuple[Any, Decision]:
+        return state, (*combined((arrival,), "mean"), *released((arrival.replica,)))
+
+
+def test_a_state_that_cannot_be_saved_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"engine": "virtual", "steps": 2} | QUIET
+    with pytest.raises(InputError, match="state has a list, which a checkpoint can't hold"):
+        train(programs.program(), Strategy(aggregation=Listed()), checkpoint=tmp_path / "ckpt", **options)
+    assert not (tmp_path / "ckpt").exists()
 
 
 def test_an_earlier_checkpoint_says_no_options(tmp_path: Path) -> None:

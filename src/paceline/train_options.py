@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from paceline import support
 from paceline.aggregation import Aggregation, text_of
 from paceline.aggregation.contract import check_properties, check_start
+from paceline.aggregation.state_codec import encode
 from paceline.callbacks.base import Callback, check_callbacks
 from paceline.callbacks.early_stopping import EarlyStopping
 from paceline.checkpoint.fingerprint import differences
@@ -245,6 +246,8 @@ def job_of(
         **same,
     )
     engine.refuse(job)
+    if job.checkpoint is not None:  # a state that no checkpoint can hold is refused now, not at the first one
+        encode(aggregation.start(0 if aggregation.portions else strategy.replicas), aggregation)
     checkpoint = options.resumed()
     return job if checkpoint is None else _resumed(job, checkpoint, options)
 

@@ -32,7 +32,7 @@ POLICIES = [
 
 
 def through_json(state: Any, policy: Aggregation[Any]) -> Any:
-    return decode(json.loads(json.dumps(encode(state), allow_nan=False)), policy)
+    return decode(json.loads(json.dumps(encode(state, policy), allow_nan=False)), policy)
 
 
 @pytest.mark.parametrize("text", POLICIES)
@@ -101,6 +101,15 @@ def test_what_is_no_state_is_refused(value: Any) -> None:
 def test_a_state_that_json_cannot_hold_is_refused() -> None:
     with pytest.raises(InputError, match="ndarray"):
         encode((np.zeros(2),))
+
+
+def test_a_class_that_would_not_be_found_is_refused() -> None:
+    class Inner(NamedTuple):
+        updates: int
+
+    with pytest.raises(InputError, match=r"has a .*<locals>\.Inner, .* define the class at the top level"):
+        encode((1, Inner(2)), Loose())
+    assert encode((1, Inner(2)))
 
 
 def test_a_policy_of_ones_own_has_its_classes_beside_it() -> None:

@@ -18,28 +18,42 @@ from paceline.aggregation.base import Aggregation
 from paceline.core.errors import InputError
 
 
-def encode(state: Any) -> Any:
+def encode(state: Any, policy: Aggregation[Any] | None = None) -> Any:
     """Return a state as JSON.
 
+    Args:
+        state: of a policy.
+        policy: whose state it is, to check that its classes are found again; None: they are Paceline's own.
+
     Raises:
-        InputError: it holds something that JSON can't say exactly, a tensor for instance.
+        InputError: it holds something that JSON can't say exactly, a tensor for instance, or that :func:`decode` would
+            not find.
 
     >>> encode((1, frozenset({2, 0})))
     {'tuple': [1, {'set': [0, 2]}]}
     """
+    return _encode(state, None if policy is None else _classes(policy))
+
+
+def _encode(state: Any, classes: Mapping[str, type] | None) -> Any:
     if state is None or isinstance(state, (bool, str)) or type(state) is int:
         return state
     if isinstance(state, float):
         return state if math.isfinite(state) else {"float": repr(state)}
-    if _is_record(type(state)):
-        fields = {name: encode(getattr(state, name)) for name in _field_names(type(state))}
-        return {"type": type(state).__name__, "fields": fields}
+    if _is_record(cls := type(state)):
+        if classes is not None and classes.get(cls.__name__) is not cls:
+            raise InputError(
+                f"a policy's state has a {cls.__qualname__}, which a resumed run would not find by the name "
+                f"{cls.__name__}; define the class at the top level of the policy's module, or leave checkpoint= out"
+            )
+        fields = {name: _encode(getattr(state, name), classes) for name in _field_names(cls)}
+        return {"type": cls.__name__, "fields": fields}
     if isinstance(state, tuple):
-        return {"tuple": [encode(each) for each in state]}
+        return {"tuple": [_encode(each, classes) for each in state]}
     if isinstance(state, frozenset):
-        return {"set": [encode(each) for each in sorted(state, key=repr)]}
+        return {"set": [_encode(each, classes) for each in sorted(state, key=repr)]}
     if isinstance(state, Mapping):
-        return {"map": [[encode(key), encode(value)] for key, value in state.items()]}
+        return {"map": [[_encode(key, classes), _encode(value, classes)] for key, value in state.items()]}
     raise InputError(
         f"a policy's state has a {type(state).__name__}, which a checkpoint can't hold; make it of numbers, texts, "
         "tuples, frozensets, mappings, NamedTuples and frozen dataclasses, or leave checkpoint= out"

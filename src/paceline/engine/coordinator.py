@@ -158,7 +158,7 @@ class Coordinator:
             replace(self.tally, staleness=Counter(self.tally.staleness)),
             text_of(self._policy),
             kind(self._policy),
-            encode(self._state),
+            encode(self._state, self._policy),
             encode(tuple(self._unfinished)),
             tuple(self._leaving),
             tuple(sorted(self.present)),
