@@ -1,8 +1,10 @@
 """The state of a run at its server follows from its events alone, also from a copy that was made at any moment."""
 
+import asyncio
 import functools
 import pickle
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
 
 from paceline.engine.ray.engine import RayEngine
 from paceline.engine.server import messages
-from paceline.engine.server.event_log import Batch, Follower
+from paceline.engine.server.event_log import Batch, EventLog, Follower
 from paceline.engine.server.server_state import ServerState
 
 POLICIES = [
@@ -254,3 +256,16 @@ def test_a_standby_that_decides_otherwise_is_none(monkeypatch: pytest.MonkeyPatc
         follower.follow(Batch(7, 3, (), (1, 0)), [])
     with pytest.raises(PacelineError, match="a policy must decide by its arguments alone"):
         follower.promote()
+
+
+def test_a_standby_that_has_no_copy_yet_may_be_late() -> None:
+    async def call(method: str, *args: Any) -> None:
+        raise TimeoutError
+
+    state: Any = None
+    log, lost = EventLog(1, state, lambda: lost.append(True), 1.0), list[bool]()
+    standby: Any = SimpleNamespace(call=call)
+    log._standby = standby
+    asyncio.run(log._forward(Batch(1, 1, (), (0, 0)), (), ()))
+    assert lost == [True]
+    assert log.lost.startswith("it has acknowledged nothing for 0")

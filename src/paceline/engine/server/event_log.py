@@ -165,7 +165,8 @@ class EventLog:
                 await standby.call("follow", batch, *arrays)
         except TimeoutError:
             if standby is self._standby:
-                await self._lose(f"it has acknowledged nothing for {bound:.1f} s")
+                waited_s = time.monotonic() - began if bound is None else bound
+                await self._lose(f"it has acknowledged nothing for {waited_s:.1f} s")
         except PeerError as error:
             if standby is self._standby:
                 await self._lose(str(error).strip().splitlines()[0])
