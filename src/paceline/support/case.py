@@ -70,6 +70,14 @@ class Case:
         pipelined: True if a replica processes its batches by micro-batches.
         schedule: schedule of the pipeline; None without one.
         micro_batches: m, per mini-batch.
+        recompute, accumulate, device, compression, shard_optimizer, shard_parameters, servers, standby, pull_ahead,
+            compile, partition, batchnorm: fields of the strategy.
+        elastic: True if replicas may come and go.
+        shard_rules: True if the strategy has rules of the user's.
+        global_batch: True if the program says the size of the global batch.
+        clip_norm: the largest norm of a gradient, of the program; None: any.
+        on_nonfinite, on_death, noise_scale: options of the run.
+        times: True if the run is given times of virtual time.
     """
 
     engine: str
