@@ -92,7 +92,9 @@ class StaleSynchronous(Aggregation[Clocks]):
 
     Args:
         bound: s; with 0 all go in lockstep, and plain SGD is synchronous SGD up to rounding.
-        combine: ``mean`` weighs each Δ 1/P, so that P of them move A as far as a synchronous update; ``sum`` weighs 1.
+        combine: ``mean`` weighs each Δ 1/P, so that under plain SGD P of them move A as far as a synchronous update;
+            ``sum`` weighs 1. Adam and others that divide a gradient by its size take the same steps under both, so of
+            each Δ one that is about as long as a synchronous one.
 
     Raises:
         InputError: a negative bound.
