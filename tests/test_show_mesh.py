@@ -97,6 +97,11 @@ def test_shards_on_several_hosts_are_warned_of_with_the_line_to_write() -> None:
     assert "start 2 ranks on each host" in draw_mesh("replicas=3 shards=2", hosts=[3, 3]).warnings[0]
 
 
+def test_no_hosts() -> None:
+    with pytest.raises(InputError, match="hosts=0 are none; write hosts=1, or more"):
+        draw_mesh("replicas=4", hosts=0)
+
+
 def test_torchrun_says_which_ranks_are_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
