@@ -32,6 +32,7 @@ from paceline.core.types import BudgetUnit, OnDeath, OnNonFinite, Seconds
 from paceline.device import resolved
 from paceline.engine.base import Budget, Engine, Job
 from paceline.engine.dry_run import DryRun, dry_run
+from paceline.engine.own_loop import check_loop
 from paceline.engine.run_context import first_batch, order_of
 from paceline.engine.run_state import ResumePoint
 from paceline.program import Data, Program, is_source, length, no_data, no_loss
@@ -189,6 +190,8 @@ def job_of(
     own_steps = program.loss is no_loss or program.train is no_data
     if options.loop is None:
         _check_whole(program)
+    else:
+        check_loop(options.loop)
     options.check()
     names = ("on_nonfinite", "on_death", "noise_scale")
     same: dict[str, Any] = {name: getattr(options, name) for name in names}

@@ -211,6 +211,61 @@ def test_the_start_is_that_of_a_run_without_a_loop() -> None:
 def test_what_is_no_loop() -> None:
     with pytest.raises(InputError, match=r"loop=3 can't be called; write launch\(loop, program, strategy\)"):
         run(3, steps=1)
+    with pytest.raises(InputError, match=r"loop=3 can't be called"):
+        train(programs.program(), engine="virtual", loop=3, steps=1)
+
+
+async def later(worker: Any) -> None:
+    plain(worker)
+
+
+def yielding(worker: Any) -> Any:
+    for batch in worker.batches():
+        yield worker.step(batch)
+
+
+class Yielding:
+    def __call__(self, worker: Any) -> Any:
+        return (yield from yielding(worker))
+
+
+@pytest.mark.parametrize(
+    ("loop", "says"),
+    [
+        (later, "loop=later is an async function: to call it runs nothing of it; write def loop"),
+        (yielding, "loop=yielding is a generator: .* write worker.log"),
+        (functools.partial(yielding), "loop=partial is a generator"),
+        (Yielding(), "loop=Yielding is a generator"),
+    ],
+)
+def test_a_loop_that_is_called_in_vain_is_refused(loop: Loop, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        run(loop, steps=1)
+
+
+def test_loops_do_not_read_one_iterator() -> None:
+    """Each would lose the batches that the other takes; what a loop makes itself, or one loop alone has, is its own."""
+    samples = [torch.full((1, 6), float(i), dtype=torch.float64) for i in range(4)]
+    program = Program(model=programs.mlp, optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+
+    def reading(worker: Any, batches: Any) -> None:
+        for batch in worker.data(batches):
+            worker.optimizer.zero_grad()
+            worker.model(batch).square().sum().backward()
+            worker.optimizer.step()
+
+    given = iter(samples)
+    with pytest.raises(WorkerError, match=r"worker\.data\(list_iterator\) can be read once, .* replicas 0 and 1"):
+        run(lambda worker: reading(worker, given), "replicas=2", program)
+    assert run(lambda worker: reading(worker, iter(samples)), "replicas=2", program).summary["gradients"] == 4
+    given = iter(samples)
+    assert run(lambda worker: reading(worker, given), "replicas=1", program).summary["gradients"] == 4
+
+
+def test_figures_that_are_no_numbers_are_named() -> None:
+    for value in ("text", None, torch.zeros(2)):
+        with pytest.raises(WorkerError, match=r"worker\.log\(\{'a': …\}\) is .*, no number; write"):
+            run(lambda worker, value=value: worker.log({"a": value}), steps=1)
 
 
 def test_what_is_no_batch() -> None:

@@ -270,10 +270,6 @@ def launch(
         NonFiniteError: a Δ was not finite, under ``on_nonfinite="stop"``.
         WorkerError: the model, the loss, the data or the loop failed in a worker.
     """
-    if not callable(loop):
-        raise InputError(
-            f"loop={loop!r} can't be called; write launch(loop, program, strategy) with def loop(worker): …"
-        )
     budget = any(settings.get(unit) is not None for unit in ("steps", "epochs", "seconds", "until"))
     if not budget and program.train is not no_data:
         settings["epochs"] = 1

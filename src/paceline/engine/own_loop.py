@@ -6,6 +6,7 @@
     optimizer.step()    push Δ, wait for as long as F says, pull A into the same parameters
 """
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -237,6 +238,23 @@ class OwnLoop:
         finally:
             for module, training in modes.items():
                 module.training = training
+
+
+def check_loop(loop: Any) -> None:
+    """Raise InputError for what is no loop: it can't be called, or to call it runs nothing of it."""
+    if not callable(loop):
+        raise InputError(
+            f"loop={loop!r} can't be called; write launch(loop, program, strategy) with def loop(worker): …"
+        )
+    called = loop, type(loop).__call__
+    for kind, instead, is_kind in (
+        ("an async function", "def loop(worker): …", inspect.iscoroutinefunction),
+        ("an async generator", "def loop(worker): … without yield", inspect.isasyncgenfunction),
+        ("a generator", "worker.log({…}) in place of yield", inspect.isgeneratorfunction),
+    ):
+        if any(map(is_kind, called)):
+            name = getattr(loop, "__qualname__", type(loop).__qualname__)
+            raise InputError(f"loop={name} is {kind}: to call it runs nothing of it; write {instead}")
 
 
 def _refuse(context: RunContext) -> None:

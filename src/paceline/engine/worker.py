@@ -53,6 +53,8 @@ class Worker(ABC):
         """The script's own module; None: the engine's."""
         self._epoch = 0
         """Passes over loaders that have begun."""
+        self._read_once: dict[int, tuple[ReplicaId, Any]] | None = None
+        """Iterators by id, and whose they are, where the loops of all replicas have the same objects."""
         self._dealt = False
         """Whether a pass over the run's batches has come to its end: there are no more."""
 
@@ -122,7 +124,16 @@ class Worker(ABC):
         """
         if not isinstance(values, Mapping):
             raise InputError(f"worker.log({values!r}) has no names; write worker.log({{'loss': loss}})")
-        numbers = {n: float(value.detach() if isinstance(value, Tensor) else value) for n, value in values.items()}
+        numbers = dict[str, float]()
+        for name, value in values.items():
+            try:
+                numbers[name] = float(value.detach() if isinstance(value, Tensor) else value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                raise InputError(
+                    f"worker.log({{{name!r}: …}}) is {what}, no number; write worker.log({{{name!r}: number}}), of a "
+                    "tensor its mean for instance"
+                ) from error
         self._report(Logged(self.replica, self._steps, numbers))
 
     def stop(self, reason: str) -> None:
@@ -151,7 +162,19 @@ class Worker(ABC):
 
         Args:
             loader: a DataLoader, or an iterable that gives the same batches on all replicas.
+
+        Raises:
+            InputError: it can be read once, and another replica's loop of this process reads the same one.
         """
+        if self._read_once is not None and isinstance(loader, Iterator):
+            owner, _ = self._read_once.setdefault(id(loader), (self.replica, loader))
+            if owner != self.replica:
+                kind = type(loader).__name__
+                raise InputError(
+                    f"worker.data({kind}) can be read once, but the loops of replicas {owner} and {self.replica} have "
+                    "the same one, and would take each other's batches; write worker.data(list(batches)), or make the "
+                    f"{kind} inside the loop"
+                )
         return ReplicaLoader(loader, *self._share, self._batches_of)
 
     def _batches_of(self, loader: Iterable[Any]) -> Iterator[Any]:

@@ -45,8 +45,10 @@ class LoopWorker(Worker):
         computing: Callable[[ReplicaId], Replica],
         source: Iterator[Batch],
         report: Callable[[LoopEvent], None],
+        read_once: dict[int, tuple[ReplicaId, Any]],
     ) -> None:
         super().__init__(context, replica, report)
+        self._read_once = read_once
         self._computing, self._source = computing, source
         self.attempt: PendingDelta | None = None
         """That this loop computes now."""
@@ -125,7 +127,8 @@ class UserLoops(AbstractContextManager["UserLoops"]):
         report: Callable[[LoopEvent], None],
     ) -> None:
         replicas = context.replicas
-        self._workers = [LoopWorker(context, r, computing, source(r), report) for r in range(replicas)]
+        read_once = dict[int, tuple[ReplicaId, Any]]()
+        self._workers = [LoopWorker(context, r, computing, source(r), report, read_once) for r in range(replicas)]
         self._threads = [threading.Thread(target=w.run, args=(loop,), daemon=True) for w in self._workers]
         self.losses = [math.nan] * replicas
         """Loss of each loop's last step, which it receives at its next turn."""
