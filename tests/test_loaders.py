@@ -218,6 +218,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"train": DataLoader(ROWS, batch_sampler=Every(SequentialSampler(ROWS), 2, False))},
         "batch_sampler Every, whose order",
     ),
+    "a list of samples": ({"train": DataLoader(ROWS, batch_size=8, sampler=[0, 1])}, "has a sampler list, whose order"),
     "a list of batches": ({"train": DataLoader(ROWS, batch_sampler=[[0, 1], [2]])}, "batch_sampler list, whose order"),
     "distributed": (
         {"train": DataLoader(ROWS, sampler=DistributedSampler(ROWS, 2, 0))},

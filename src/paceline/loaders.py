@@ -127,7 +127,8 @@ def refuse_own_order(name: str, parts: LoaderParts) -> None:
             f"seed=, or {OWN_LOOP}"
         )
     if own is not None:
-        kind = "batch_sampler" if not isinstance(own, Sampler) or hasattr(own, "batch_size") else "sampler"
+        makes_batches = parts.batch_size is None and (not isinstance(own, Sampler) or hasattr(own, "batch_size"))
+        kind = "batch_sampler" if makes_batches else "sampler"
         raise InputError(
             f"{name}= has a {kind} {type(own).__name__}, whose order a run can't divide and resume; leave it out, or "
             f"write {OWN_LOOP}"

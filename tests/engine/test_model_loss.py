@@ -231,7 +231,7 @@ def test_lists_of_numbers_are_tensors() -> None:
         ),
         (
             {"train": [{"text": "a", **each} for each in DICTS]},
-            r"samples hold text, \['text'\]; write train=dataset.remove_columns\(\['text'\]\)",
+            r"samples hold text, \['text'\]; write a data set whose samples leave them out, or collate_fn=",
         ),
         (
             {"train": [{"x": each["x"][: 3 + i % 4], "labels": 0} for i, each in enumerate(LISTS)]},

@@ -191,6 +191,22 @@ def test_collating_is_the_programs(data: Any) -> None:
     assert fetcher(data, {"collate_fn": collate})(torch.tensor([3, 1]).numpy()) == ([3, 1], 2)
 
 
+class Columns(list[Any]):
+    """Has the method of data sets of Hugging Face."""
+
+    def remove_columns(self, names: list[str]) -> Any:
+        raise NotImplementedError
+
+
+def test_samples_that_make_no_batch_say_what_to_write() -> None:
+    rows, texts = [(torch.zeros(2 + i), torch.tensor(i)) for i in range(3)], [{"x": torch.ones(2), "name": "a"}]
+    with pytest.raises(InputError, match=r"got \[2\] at entry 0 and \[3\] .* write loader=\{'collate_fn': pad\}"):
+        fetcher(rows, {})(np.arange(3))
+    for data, says in ((texts, "leave them out"), (Columns(texts), r"train=dataset\.remove_columns\(\['name'\]\)")):
+        with pytest.raises(InputError, match=says):
+            fetcher(data, {})(np.arange(1))
+
+
 def test_trees_are_indexed_leaf_by_leaf() -> None:
     tree = ({"a": TENSORS[0], "b": (TENSORS[1],)}, [TENSORS[0]])
     inputs, targets = fetcher(tree, {})(torch.tensor([3, 1]).numpy())

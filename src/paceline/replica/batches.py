@@ -11,6 +11,7 @@ number alone, so that a batch that is read again, by a replica that replaces ano
 """
 
 import copy
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -66,7 +67,7 @@ def fetcher(data: Data, loader: Mapping[str, Any], *, whole: bool = False) -> Fe
 
         return select
     dataset: Any = _PairDataset(data) if isinstance(data, tuple) else data
-    collate = loader.get("collate_fn") or collate_samples
+    collate = loader.get("collate_fn") or _collator(dataset)
     several = getattr(dataset, "__getitems__", None)  # as torch's DataLoader reads a batch at once
 
     def fetch(indices: NDArray[np.int64]) -> tuple[Tree, Tree]:
@@ -81,20 +82,25 @@ def _rows_of(data: Data, loader: Mapping[str, Any]) -> tuple[Tree, Tree] | None:
     return as_tensors(data) if "collate_fn" not in loader else None
 
 
-def collate_samples(samples: Sequence[Any]) -> Any:
+def collate_samples(samples: Sequence[Any], *, columns: bool = False) -> Any:
     """As torch's ``default_collate``, but in dicts lists of numbers, as a tokenizer makes them, are tensors.
 
+    Args:
+        samples: of one batch.
+        columns: whether the data set has ``remove_columns``, as those of Hugging Face have.
+
     Raises:
-        InputError: a dict holds text, or tensors of samples differ in length.
+        InputError: a dict holds text, or tensors of samples differ in shape.
 
     >>> collate_samples([{"input_ids": [1, 2], "labels": 0}, {"input_ids": [3, 4], "labels": 1}])
     {'input_ids': tensor([[1, 2], [3, 4]]), 'labels': tensor([0, 1])}
     """
     if not isinstance(samples[0], Mapping):
-        return default_collate(samples)  # type: ignore[arg-type]
+        return _stacked(samples)
     texts = [name for name, value in samples[0].items() if isinstance(value, (str, bytes))]
     if texts:
-        raise InputError(f"samples hold text, {texts}; write train=dataset.remove_columns({texts}), or collate_fn=")
+        instead = f"train=dataset.remove_columns({texts})" if columns else "a data set whose samples leave them out"
+        raise InputError(f"samples hold text, {texts}; write {instead}, or collate_fn=")
     tensors = [{k: torch.tensor(v) if isinstance(v, list) else v for k, v in each.items()} for each in samples]
     for name, value in tensors[0].items():
         sizes = {tuple(each[name].shape) for each in tensors if isinstance(each.get(name), torch.Tensor)}
@@ -103,7 +109,21 @@ def collate_samples(samples: Sequence[Any]) -> Any:
                 f"{name!r} is of shapes {', '.join(map(str, sorted(sizes)[:3]))} in samples of one batch; pad them: "
                 "write loader={'collate_fn': transformers.DataCollatorWithPadding(tokenizer)}, or another collate_fn"
             )
-    return default_collate(tensors)
+    return _stacked(tensors)
+
+
+def _collator(data: Any) -> Callable[[Sequence[Any]], Any]:
+    return functools.partial(collate_samples, columns=hasattr(data, "remove_columns"))
+
+
+def _stacked(samples: Sequence[Any]) -> Any:
+    try:
+        return default_collate(samples)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        raise InputError(
+            f"samples of one batch can't be stacked: {error}; give them one shape, or write "
+            "loader={'collate_fn': pad}, with a function that makes a batch of a list of samples"
+        ) from error
 
 
 class BatchSource:
@@ -288,7 +308,7 @@ def _divided(batch: Batch, count: int) -> list[Batch]:
 
 def loader_options(program: Program) -> dict[str, Any]:
     """Return the keyword arguments of DataLoader, without memory that is pinned where nothing copies from it."""
-    options = {"collate_fn": collate_samples, **program.loader}
+    options = {"collate_fn": _collator(program.train), **program.loader}
     if accelerator() is None:
         options.pop("pin_memory", None)
     return options
