@@ -138,6 +138,32 @@ def test_passes_over_batches_end_with_the_budget(engines, name, kind, tmp_path):
     assert [(tmp_path / name).read_text() for name in "01"] == ["1", "1"]  # what follows the last pass is run
 
 
+def test_a_loop_only_reads_the_parameters(engines):
+    def writing(worker, keep):
+        weight = worker.model[0].weight
+        before = weight.detach().clone()
+        for batch in worker.batches():
+            weight.data.fill_(100.0)
+            if not keep:
+                weight.data.copy_(before)  # as averaged weights are for an evaluation
+            worker.optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(worker.model(batch.input), batch.target).backward()
+            worker.optimizer.step()
+            before = weight.detach().clone()
+
+    written, restored = (functools.partial(writing, keep=keep) for keep in (True, False))
+    with pytest.raises(
+        InputError, match=r"replica 0 has written 0\.weight, a parameter of A, which replicas only read"
+    ):
+        launch(written, own_loops.program(), "replicas=2", engine="virtual", steps=2)
+    run = launch(restored, own_loops.program(), "replicas=2", engine="virtual", steps=2)
+    equal(run.state, paceline.train(own_loops.program(), "replicas=2", engine="virtual", steps=2).state)
+    with pytest.raises(
+        WorkerError, match=r"0 killed by SIGSEGV: it may have written a parameter of A, .*Program\(model"
+    ):
+        launch(written, own_loops.program(), "replicas=1", engine=engines["local"], steps=2)
+
+
 def test_versions_of_several_optimizers(engine, tmp_path):
     def noted(worker):
         gan_loop(worker)

@@ -29,6 +29,9 @@ PEER_DIED = 3
 
 EXIT_PEER_DIED = f"exit code {PEER_DIED}"
 
+# What a SIGSEGV of a worker may be of: its code is torch's and the user's, and A is mapped read-only.
+WRITTEN = "it may have written a parameter of A, which replicas only read; load weights in Program(model=…)"
+
 ENTRY = "paceline.engine.local.worker_main:main"
 
 # Entry of a worker whose replica has several.
@@ -280,7 +283,8 @@ class WorkerProcesses:
         return next(killed, (failed or ended)[0])
 
     def _status(self, worker: int) -> str:
-        return self.supervisor.status(worker) or "running"
+        status = self.supervisor.status(worker) or "running"
+        return f"{status}: {WRITTEN}" if status == "killed by SIGSEGV" else status
 
     def terminate(self, replica: ReplicaId, reason: str) -> None:
         """Kill the workers of a replica; ``reason`` is how it has ended, in words."""

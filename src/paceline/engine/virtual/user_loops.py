@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from typing import Any
 
+import torch
+
 from paceline.aggregation import text_of
 from paceline.core.errors import InputError, WorkerError
 from paceline.core.types import ReplicaId
@@ -22,6 +24,7 @@ from paceline.engine.run_context import RunContext
 from paceline.engine.virtual.pending_delta import PendingDelta
 from paceline.engine.worker import TrainingEnded, Worker
 from paceline.replica.base import Batch, Replica
+from paceline.replica.flat_state import FlatState
 from paceline.replica.local_sgd import autograd_of
 
 
@@ -33,6 +36,25 @@ def refuse_loops(job: Job) -> None:
             f"aggregation={text_of(policy)}: in virtual time an own loop goes through its replica's stream of batches, "
             "but here no replica has one; write engine=local, or another policy"
         )
+
+
+def refuse_written(replica: ReplicaId, read: FlatState, state: FlatState) -> None:
+    """Raise InputError if a loop has written a parameter of its model: the A that was sent differs from what A is.
+
+    Args:
+        replica: whose loop it is.
+        read: what its model is bound to, and may be shared with other replicas.
+        state: A, from which that was copied since its last update.
+    """
+    if all(map(torch.equal, read.parameters, state.parameters)):
+        return
+    views = zip(read.layout.parameter_names, read.views.parameters, state.views.parameters, strict=True)
+    for name, sent, kept in views:
+        if not torch.equal(sent.nan_to_num(), kept.nan_to_num()):
+            raise InputError(
+                f"the loop of replica {replica} has written {name}, a parameter of A, which replicas only read: the "
+                "next step would undo it; load weights in Program(model=…), or write checkpoint='ckpt', resume=True"
+            )
 
 
 class LoopWorker(Worker):

@@ -42,7 +42,7 @@ from paceline.engine.virtual.saved_state import (
     held_attempts,
     restored_attempts,
 )
-from paceline.engine.virtual.user_loops import UserLoops
+from paceline.engine.virtual.user_loops import UserLoops, refuse_written
 from paceline.engine.virtual.vmap_gradients import delta_computer
 from paceline.replica.flat_state import FlatLayout, FlatState, write
 from paceline.replica.local_sgd import LocalSGD
@@ -217,6 +217,8 @@ class VirtualRun:
             # The user's loop makes this attempt's micro-steps now; one that ends before the last of them retires.
             for _ in batches.numbers:
                 batch = self._user_loops.next(replica, attempt)
+                if self._context.own_steps:  # else it has no model
+                    refuse_written(replica, attempt.pull(), self._optimizer.state)
                 if batch is None:
                     self._coordinator.retire(replica)
                     return
