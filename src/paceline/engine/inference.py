@@ -45,10 +45,10 @@ from paceline.replica.module_utils import materialize
 from paceline.replica.pipeline.comm_plan import CommPlan, ScheduledAction
 from paceline.replica.pipeline.costs import measure
 from paceline.replica.pipeline.cut import cut
-from paceline.replica.pipeline.micro_batches import MicroBatch, micro_batch_sizes, micro_batches
+from paceline.replica.pipeline.micro_batches import MicroBatch, micro_batch_sizes, micro_batches, select_rows
 from paceline.replica.pipeline.p2p_queue import P2PQueue
 from paceline.replica.pipeline.partition import Boundaries
-from paceline.replica.pipeline.prepare import capture_units, check_cut, choose_boundaries, select_rows
+from paceline.replica.pipeline.prepare import capture_units, check_cut, choose_boundaries
 from paceline.replica.tensor.prepare import agreed_op_times, check_same_plan, plan_captured
 from paceline.replica.tensor.rewrite import rewrite_for_shard
 from paceline.replica.tensor.shard_check import check_shard

@@ -23,7 +23,7 @@ from paceline.replica.flat_state import read
 from paceline.replica.hybrid import ShardedParts, ShardingRequest, shard_parts
 from paceline.replica.module_utils import tensors_of
 from paceline.replica.pipeline.comm_plan import CommPlan, PipelineContext
-from paceline.replica.pipeline.micro_batches import micro_batch_sizes
+from paceline.replica.pipeline.micro_batches import micro_batch_sizes, select_rows
 from paceline.replica.pipeline.p2p_queue import StageReplicaGroup
 from paceline.replica.pipeline.partition import Boundaries
 from paceline.replica.pipeline.pipelined import Pipelined
@@ -33,7 +33,6 @@ from paceline.replica.pipeline.prepare import (
     part_arguments,
     part_dependencies,
     prepare_cut,
-    select_rows,
 )
 from paceline.replica.pipeline.stage_runtime import merged_module
 from paceline.replica.tensor.optimizer_check import refuse_unless_elementwise

@@ -16,7 +16,7 @@ from paceline.engine.step_profile.comm import REPEATS, CollectiveCall, FakeShard
 from paceline.replica.base import Batch, Replica
 from paceline.replica.flat_state import FlatState, read
 from paceline.replica.local_sgd import autograd_of
-from paceline.replica.pipeline.prepare import select_rows
+from paceline.replica.pipeline.micro_batches import select_rows
 from paceline.replica.short_steps import ShortStepGraphs
 from paceline.replica.tensor.placements import shard_layout
 from paceline.replica.tensor.prepare import prepare_shard

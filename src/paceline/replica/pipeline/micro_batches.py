@@ -12,7 +12,7 @@ from paceline.core.errors import InputError
 from paceline.device import moved
 from paceline.program import Tree, leaves, map_tree
 from paceline.replica.base import Batch
-from paceline.replica.capture.input_spec import Shapes, shapes_of
+from paceline.replica.capture.input_spec import Shapes, flatten_tree, shapes_of
 
 
 @dataclass(frozen=True)
@@ -84,3 +84,10 @@ def micro_batches(batch: Batch, count: int, flatten: Callable[[Tree], list[Tenso
         return MicroBatch(index, stop - start, inputs, target, shapes_of(inputs))
 
     return [part(index, start, stop) for index, (start, stop) in enumerate(bounds)]
+
+
+def select_rows(tree: Tree, samples: int, rows: slice) -> Tree:
+    """Return a tree with some rows of each tensor that has one for each sample."""
+    tensors: list[Tensor] = []
+    rebuild = flatten_tree(tree, tensors)
+    return rebuild([leaf[rows] if leaf.dim() and len(leaf) == samples else leaf for leaf in tensors])

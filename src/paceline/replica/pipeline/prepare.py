@@ -4,12 +4,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import InputError
 from paceline.core.types import Seconds
-from paceline.program import Program, Tree, call
+from paceline.program import Program, Tree
 from paceline.replica.base import Batch
 from paceline.replica.capture.capture import (
     Captured,
@@ -20,25 +19,21 @@ from paceline.replica.capture.capture import (
     takes_one,
 )
 from paceline.replica.capture.handover import Obtain, capture_here
-from paceline.replica.capture.input_spec import batch_size, flatten_tree
+from paceline.replica.capture.input_spec import batch_size
 from paceline.replica.capture.looks import other_inputs
 from paceline.replica.capture.verify import ModelRun, check, model_runs
 from paceline.replica.flat_optimizer import FlatOptimizer
 from paceline.replica.flat_state import FlatLayout
-from paceline.replica.module_utils import get_or_create_submodule, preserve_state, preserve_tensors, tensors_of
+from paceline.replica.module_utils import get_or_create_submodule, preserve_tensors, tensors_of
 from paceline.replica.pipeline.costs import Costs, measure
 from paceline.replica.pipeline.cut import Cut, Part, cut
 from paceline.replica.pipeline.cut_groups import Units, group
-from paceline.replica.pipeline.micro_batches import micro_batch_sizes
+from paceline.replica.pipeline.loss_check import check_loss
+from paceline.replica.pipeline.micro_batches import micro_batch_sizes, select_rows
 from paceline.replica.pipeline.p2p_queue import as_sent
 from paceline.replica.pipeline.partition import Boundaries, MemoryLimit, named_boundaries, partition
 from paceline.schedule import Dependencies, Need, in_flight
 from paceline.strategy import Strategy
-
-# Units of the last place: a loss that is added up in two orders differs by a few.
-ROUNDING = 64
-# Where the model runs, too: products of n terms, added up in an order that depends on the rows, differ by about √n.
-ROUNDING_OF_MODEL = 512
 
 # Time after which costs are not measured once more: those of operators that take long differ little.
 ENOUGH_S: Seconds = 1.0
@@ -59,53 +54,6 @@ class Share(NamedTuple):
 
 
 ALONE = Share()
-
-
-def check_loss(program: Program, module: nn.Module, batch: Batch, count: int) -> None:
-    """Raise InputError where the loss of a batch is not Σ n_i/n · loss_i over its micro-batches.
-
-    Args:
-        program: holds the loss.
-        module: computes the output, once for the whole batch, so that only the loss is compared; one that makes the
-            loss itself runs on each micro-batch as well.
-        batch: any.
-        count: m.
-    """
-    # A loss that the model makes is in its output, so it runs on each micro-batch, without dropout, which would differ.
-    of_model = program.model_makes_loss
-    with preserve_state(module, training=not of_model), torch.no_grad():
-        try:
-            output = call(module, batch.input)
-            whole = program.loss(output, batch.target)
-        except Exception as error:
-            raise InputError(
-                f"the model or its loss fails on the first batch: {type(error).__name__}: {error}"
-            ) from error
-        losses, start = [], 0
-        for size in micro_batch_sizes(batch.samples, count):
-            own = slice(start, start + size)
-            rows = output if not of_model else call(module, select_rows(batch.input, batch.samples, own))
-            outputs, targets = (select_rows(tree, batch.samples, own) for tree in (rows, batch.target))
-            losses.append(program.loss(outputs, targets) * (size / batch.samples))
-            start += size
-    total = float(sum(losses))  # in the order in which a pipeline adds them
-    relative = (ROUNDING_OF_MODEL if of_model else ROUNDING) * torch.finfo(whole.dtype).eps
-    if of_model and program.precision != "fp32":  # the mean of errors of a unit each is below a unit
-        relative = torch.finfo(torch.bfloat16).eps
-    bound = relative * max(1.0, abs(float(whole)))
-    if not abs(total - float(whole)) <= bound:
-        raise InputError(
-            f"the loss of the first batch is {float(whole):.6g}, but of its {len(losses)} micro-batches {total:.6g}, "
-            "weighed by their samples: it is no mean over samples (a sum, or a mean over what some samples have more "
-            "of), so a pipeline would train something else; write a loss that is, or micro_batches=1"
-        )
-
-
-def select_rows(tree: Tree, samples: int, rows: slice) -> Tree:
-    """Return a tree with some rows of each tensor that has one for each sample."""
-    tensors: list[Tensor] = []
-    rebuild = flatten_tree(tree, tensors)
-    return rebuild([leaf[rows] if leaf.dim() and len(leaf) == samples else leaf for leaf in tensors])
 
 
 class PartRun(NamedTuple):
