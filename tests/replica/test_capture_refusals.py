@@ -134,6 +134,20 @@ def test_a_branch_on_values_is_refused_with_its_line(capfd: pytest.CaptureFixtur
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_layer_of_torch_that_asks_for_values_is_named() -> None:
+    made = model(lambda self, x: self.norm(self.layer(x)))
+    made.norm = nn.Sequential(nn.BatchNorm1d(4, momentum=None)).double()
+    match = r"in norm\.0, a BatchNorm1d\(4, .*momentum=None.*float\(self\.num_batches_tracked\).*; write momentum=0\.1"
+    with pytest.raises(InputError, match=match):
+        capture(made, numbers(5, 4), operators=True)
+
+
+def test_a_function_of_torch_that_asks_for_values_is_named() -> None:
+    made = model(lambda self, x: nn.functional.gaussian_nll_loss(self.layer(x), x, x.exp(), reduction="none"))
+    with pytest.raises(InputError, match=r"\(in torch's gaussian_nll_loss, `.*torch\.any\(var < 0\).*`\)"):
+        capture(made, numbers(5, 4))
+
+
 def test_a_number_of_samples_that_the_model_fixes_is_refused() -> None:
     line = inspect.getsourcelines(views)[1] + 1
     with pytest.raises(InputError, match=rf"holds for 6 alone: .*{Path(__file__).name}:{line}, .*number of samples"):

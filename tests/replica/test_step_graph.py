@@ -253,6 +253,10 @@ REFUSED: dict[str, tuple[Callable[[Layers, Tensor], Tensor], str]] = {
         r"can't be traced at .*: it asks for the values of a tensor",
     ),
     "a number that is read": (lambda _, x: x * x.sum().item(), r"can't be traced at .*: it asks for the values of a t"),
+    "a layer that asks for a value": (
+        lambda _, x: nn.BatchNorm1d(x.shape[1], momentum=None, dtype=x.dtype)(x),
+        r"\(in BatchNorm1d\(.*momentum=None.*; write momentum=0\.1 there\): it asks for the values of a tensor",
+    ),
     "an array": (
         lambda _, x: x * torch.from_numpy(x.detach().mean(0).numpy()),
         r"can't be traced at .*: it asks for the values of a tensor \(numpy\)",

@@ -28,7 +28,7 @@ from paceline.device import CPU
 from paceline.program import Program, Tree, leaves, map_tree, on_device
 from paceline.replica.base import Batch
 from paceline.replica.capture.difference import reordered_ulps
-from paceline.replica.capture.export import failing_line
+from paceline.replica.capture.export import failing_call, failing_line
 from paceline.replica.capture.input_spec import resized
 from paceline.replica.capture.verify import ModelError, Reasons, check, model_runs
 from paceline.replica.flat_state import FlatState
@@ -221,8 +221,8 @@ class StepGraphs:
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
             raise InputError(
-                f"compile=graph: forward, loss and backward of {name} can't be traced{failing_line(error)}: "
-                f"{kind}{reason}; change that, or {WAY_OUT}"
+                f"compile=graph: forward, loss and backward of {name} can't be traced{failing_line(error)}"
+                f"{failing_call(error, self._module)}: {kind}{reason}; change that, or {WAY_OUT}"
             ) from error
 
 

@@ -35,6 +35,7 @@ WAYS_OUT = (
 )
 
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_LAYERS = str(Path(torch.nn.__file__).parent)
 _PYTHON = sysconfig.get_paths()["stdlib"]
 
 
@@ -121,7 +122,8 @@ def export_error(module: nn.Module, error: BaseException) -> InputError:
     """Return the error for a model that torch.export gave up on, with the line of the model where it did."""
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return InputError(
-        f"{type(module).__name__} can't be captured as a graph: torch.export stopped{failing_line(error)}: "
+        f"{type(module).__name__} can't be captured as a graph: torch.export stopped{failing_line(error)}"
+        f"{failing_call(error, module)}: "
         f"{type(error).__name__}: {reason}; change that line, or {WAYS_OUT}"
     )
 
@@ -134,6 +136,31 @@ def failing_line(error: BaseException) -> str:
         frames += [frame for frame in traceback.extract_tb(cause.__traceback__) if is_user_file(frame.filename)]
         cause = cause.__cause__ or cause.__context__
     return f" at {frames[-1].filename}:{frames[-1].lineno}, `{frames[-1].line}`" if frames else ""
+
+
+def failing_call(error: BaseException, module: nn.Module) -> str:
+    """Return which of torch's modules or functions an error comes from, in words that follow a line; empty: none.
+
+    Args:
+        error: of tracing.
+        module: the model, in which the module has a name.
+    """
+    found: tuple[Any, FrameSummary] | None = None
+    cause: BaseException | None = error
+    while cause is not None:  # the outermost first
+        frames = [frame for frame, _ in traceback.walk_tb(cause.__traceback__)]
+        for frame, summary in zip(frames, traceback.extract_tb(cause.__traceback__), strict=True):
+            if summary.filename.startswith(_LAYERS) and not summary.filename.endswith("module.py"):
+                found = frame.f_locals.get("self"), summary
+        cause = cause.__cause__ or cause.__context__
+    if found is None:
+        return ""
+    owner, line = found
+    if not isinstance(owner, nn.Module):
+        return f" (in torch's {line.name}, `{line.line}`)"
+    name = next((name for name, each in module.named_modules() if each is owner), "")
+    hint = "; write momentum=0.1 there" if getattr(owner, "momentum", 0.1) is None else ""
+    return f" (in {f'{name}, a ' if name else ''}{owner}, `{line.line}`{hint})"
 
 
 def is_user_file(filename: str) -> bool:
