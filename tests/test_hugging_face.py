@@ -160,7 +160,7 @@ def test_in_parts(engine: LocalEngine, make: Callable[[], Program], split: str) 
     ("rows", "match"),
     [
         ([{"input_ids": text} for text in TEXTS], "loss='model', but the model returned .* without a loss"),
-        ([{**each, "text": "w3 w4"} for each in LISTS], r"samples hold text, \['text'\]; write train=dataset.remove_"),
+        ([{**each, "text": "w3 w4"} for each in LISTS], r"samples hold text, \['text'\]; write a data set whose"),
         (
             [{"input_ids": text, "labels": text} for text in SENTENCES],
             "'input_ids' is of shapes .*DataCollatorWithPadding",

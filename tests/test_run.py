@@ -284,7 +284,7 @@ def test_what_a_killed_run_had_reserved_is_free(tmp_path: Path) -> None:
         with reserved(tmp_path / "a"):
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    assert os.listdir(tmp_path) == [".a.reserved.partial"]
+    assert os.listdir(tmp_path) == []
     with reserved(tmp_path / "a") as folder, new_folder(folder):
         pass
     assert os.listdir(tmp_path) == ["a"]

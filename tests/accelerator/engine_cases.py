@@ -40,7 +40,7 @@ PROGRAMS: dict[str, Program] = {
 DRAWING = ("dropout",)
 """Programs that draw numbers on the device, of which each type has its own."""
 
-ALONE = ("", "accumulate=2", "aggregation=local-steps:period=2", "compile=graph")
+ALONE = ("replicas=1", "accumulate=2", "aggregation=local-steps:period=2", "compile=graph")
 """Strategies of one worker."""
 
 POLICIES = (

@@ -68,7 +68,8 @@ def test_each_says_how_wide_its_interval_is_and_why() -> None:
     [
         ("4x8 H100-80", "unknown device 'H100-80'; did you mean 'H100-80GB'"),
         ("four H100-80GB", 'is no cluster; write "4x8 H100-80GB" or the path of a .toml file'),
-        ("0x8 H100-80GB", "hosts = 0, which is not above 0"),
+        ("0x8 H100-80GB", 'has no device; write "1x8 H100-80GB"'),
+        ("4x8", 'names no device; write "4x8 H100-80GB"'),
         ("nowhere.toml", "nowhere.toml can't be read"),
     ],
 )

@@ -8,11 +8,14 @@ removes it. It is known to be left over by its lock (``flock``), which the kerne
 import csv
 import fcntl
 import glob
+import hashlib
 import json
 import os
 import re
 import shutil
+import socket
 import stat
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -155,7 +158,8 @@ def _other(path: str | Path) -> str:
 def reserved(path: str | Path) -> Iterator[Path]:
     """Keep the path of a folder that is to be written later for this process alone, as long as the block lasts.
 
-    A locked folder beside it stands for it; both are gone with the block, and the lock with the process.
+    What is held is a name of sockets, which the system gives up with the process: of one that is killed nothing is
+    left. Processes of other hosts have other names.
 
     Yields:
         The absolute path.
@@ -164,39 +168,37 @@ def reserved(path: str | Path) -> Iterator[Path]:
         InputError: it exists or can't be made, or another run has reserved it.
     """
     target = check_out(path)
-    place = target.with_name(f".{target.name}.reserved.partial")
-    missing = [parent for parent in target.parents if not parent.exists()]
-    handle = _lock_place(path, place)
+    above = next(parent for parent in target.parents if parent.exists())
     try:
-        check_out(path)  # the run that had it may have ended well
-        yield target
-    finally:
-        for folder in (place, *missing):
-            with suppress(OSError):  # others are in it by now
-                folder.rmdir()
-        if handle is not None:
-            os.close(handle)
-
-
-def _lock_place(path: str | Path, place: Path) -> int | None:
-    """Make a folder and lock it for this process alone, as :func:`lock_alone` does."""
-    while True:
+        os.rmdir(tempfile.mkdtemp(prefix=".paceline-", suffix=".partial", dir=above))
+    except OSError as error:
+        raise InputError(f"{path} can't be made: {error}; write a path below a folder of yours") from error
+    # Of the device, too: two containers may have one network, and other files at the same path.
+    place = f"{above.stat().st_dev}:{os.path.realpath(target)}"
+    with socket.socket(socket.AF_UNIX) as holder:
         try:
-            place.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"{path} can't be made: {error}; write a path below a folder of yours") from error
-        try:
-            handle = lock_alone(place, LOCK_WAIT_S)
-            if handle is None or os.path.samestat(os.fstat(handle), place.stat()):
-                return handle
-            os.close(handle)
-        except FileNotFoundError:  # the run that had it has just removed it
-            continue
-        except BlockingIOError:
+            _bind(holder, f"\0paceline-{hashlib.sha256(os.fsencode(place)).hexdigest()}")
+        except OSError:
             raise InputError(
                 f"another run that has not ended is to be saved in {path}; end that one first, or write another "
                 f"folder, {_other(path)} for instance"
             ) from None
+        check_out(path)  # the run that had it may have ended well
+        yield target
+
+
+def _bind(holder: socket.socket, name: str) -> None:
+    """Give a socket its name; raise OSError where another process has it, also a moment later."""
+    deadline = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            holder.bind(name)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+        else:
+            return
 
 
 def check_working_folder() -> None:

@@ -104,6 +104,8 @@ class Coordinator:
         self.tally = Tally()
         self.positions = list(positions or [ReplicaPosition()] * replicas)
         """How far each replica has come; what is under way does not count."""
+        self._places = len(self.positions)
+        """Numbers below are those of replicas that there are, or were where the run stopped."""
         self.kept: CoordinatorState | None = None
         """The state with which a policy goes on; None: it has started anew."""
         if resumed is not None:
@@ -174,6 +176,7 @@ class Coordinator:
             self.tally.discarded += len(state.held)
             return
         self._held = {(a.replica, a.clock): a for a in state.held}
+        self._places = max(self._places, len(state.positions))
         self.kept, self._state = state, decode(state.policy_state, self._policy)
         self.present &= set(state.present)
         self._leaving.extend(state.leaving)
@@ -362,7 +365,7 @@ class Coordinator:
     def _go_on(self, replica: ReplicaId, portion: Portion | None = None) -> None:
         """Send a replica A for its next Δ, or dismiss it if its share of the budget is spent."""
         if replica not in self.present:
-            contract.check_release(self._policy, replica, len(self.positions))
+            contract.check_release(self._policy, replica, self._places)
             return
         if replica in self.computing:
             raise PacelineError(
