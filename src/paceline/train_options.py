@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from paceline import support
 from paceline.aggregation import Aggregation, text_of
 from paceline.aggregation.contract import check_properties, check_start
-from paceline.aggregation.state_codec import encode
 from paceline.callbacks.base import Callback, check_callbacks
 from paceline.callbacks.early_stopping import EarlyStopping
 from paceline.checkpoint.fingerprint import differences
@@ -193,12 +192,12 @@ def job_of(
     else:
         check_loop(options.loop)
     options.check()
-    names = ("on_nonfinite", "on_death", "noise_scale")
-    same: dict[str, Any] = {name: getattr(options, name) for name in names}
+    limited: dict[str, Any] = {name: getattr(options, name) for name in ("on_nonfinite", "on_death", "noise_scale")}
+    same = limited | {name: getattr(options, name) for name in ("trace", "suspect_after_s", "timeout_s", "loop")}
     with_times = options.times is not None
     of_program = {"clip_norm": program.clip_norm, "global_batch": program.global_batch_size is not None}
     check_properties(strategy.aggregation)
-    case = Case.of(strategy, engine.name, engine.features, times=with_times, **of_program, **same)
+    case = Case.of(strategy, engine.name, engine.features, times=with_times, **of_program, **limited)
     support.refuse(case)
     if strategy.pipelined:
         strategy.order.refuse(strategy.stage_count, strategy.micro_batch_count)
@@ -210,22 +209,18 @@ def job_of(
     with meanwhile(strategy):
         seen = dry_run(program, None if own_steps else first_batch(draft), few=few)
     _check_fields(budget, program, seen, options)
-    if budget.amount is None and options.until is not None and options.evaluate_every is None:
-        raise InputError(
-            f"until={options.until!r} alone does not say how often to evaluate; write evaluate_every=1 (seconds)"
-        )
     _check_written(seen, strategy.aggregation)
     # What a policy leaves open (a learning rate, the number of replicas) is fixed here once, for every engine alike.
     aggregation = strategy.aggregation.resolved(learning_rate=seen.learning_rate, replicas=strategy.replicas)
-    check_start(aggregation, strategy.replicas)
+    check_start(aggregation, strategy.replicas, saved=options.checkpoint is not None)
     if seen.on_losses:
         _check_evaluations(draft, case, options)
     model, running = program.model, seen.running_buffers
     if options.loop is not None and not (strategy.spread or strategy.shard_parameters):  # where it may make steps
         model, running = WithStepOptions(model, seen.options), (*running, BUFFER)
-    delay, times = _parsed(Delay, "delay", options.delay), _parsed(Times, "times", options.times)
-    given = {name: getattr(options, name) for name in OPTIONS} | {"delay": delay, "times": times}
-    written, others = written_options(given)
+    kinds: dict[str, type[Any]] = {"delay": Delay, "times": Times}
+    parsed: dict[str, Any] = {name: _parsed(kind, name, getattr(options, name)) for name, kind in kinds.items()}
+    written, others = written_options({name: getattr(options, name) for name in OPTIONS} | parsed)
     job = replace(
         draft,
         program=replace(program, model=model, optimizer=seen.optimizer, metrics=seen.metrics),
@@ -233,12 +228,6 @@ def job_of(
         running_buffers=running,
         on_losses=seen.on_losses,
         engine=engine.name,
-        delay=delay,
-        times=times,
-        trace=options.trace,
-        suspect_after_s=options.suspect_after_s,
-        timeout_s=options.timeout_s,
-        loop=options.loop,
         callbacks=bool(options.callbacks),
         checkpoint=options.checkpoints(),
         fingerprint=seen.fingerprint,
@@ -247,10 +236,9 @@ def job_of(
         options=written,
         other_options=others,
         **same,
+        **parsed,
     )
     engine.refuse(job)
-    if job.checkpoint is not None:  # a state that no checkpoint can hold is refused now, not at the first one
-        encode(aggregation.start(0 if aggregation.portions else strategy.replicas), aggregation)
     checkpoint = options.resumed()
     return job if checkpoint is None else _resumed(job, checkpoint, options)
 
@@ -380,7 +368,7 @@ def _check_written(seen: DryRun, aggregation: Aggregation[Any]) -> None:
 
 
 def _check_fields(budget: Budget, program: Program, seen: DryRun, options: TrainOptions) -> None:
-    """Raise InputError where a condition or a callback goes by a field that no record is going to have."""
+    """Raise InputError where a condition or a callback goes by a field that no record has, or nobody says when."""
     fields = ["train_loss", "updates", "gradients", "time_s", "threshold", "staleness_mean"]
     if program.test is not None:
         fields += ["test_loss", *(f"test_{name}" for name in seen.metrics)]
@@ -391,3 +379,7 @@ def _check_fields(budget: Budget, program: Program, seen: DryRun, options: Train
     for where, field in named:
         if field not in fields:
             raise unknown(f"history field in {where}", field, fields)
+    if budget.amount is None and options.until is not None and options.evaluate_every is None:
+        raise InputError(
+            f"until={options.until!r} alone does not say how often to evaluate; write evaluate_every=1 (seconds)"
+        )

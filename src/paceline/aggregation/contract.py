@@ -26,6 +26,7 @@ from paceline.aggregation.base import (
     Portion,
     Release,
 )
+from paceline.aggregation.state_codec import encode
 from paceline.core.delta import Adopt, Delta
 from paceline.core.errors import InputError, PacelineError
 from paceline.core.text_form import text_of
@@ -72,8 +73,14 @@ def check_properties(policy: Aggregation[Any]) -> None:
             raise _refused(policy, name, found, write)
 
 
-def check_start(policy: Any, replicas: int) -> None:
-    """Raise InputError if a policy can't begin with so many replicas; ``policy`` is resolved."""
+def check_start(policy: Any, replicas: int, *, saved: bool = False) -> None:
+    """Raise InputError if a policy can't begin.
+
+    Args:
+        policy: resolved.
+        replicas: of the run.
+        saved: whether checkpoints are to hold its state.
+    """
     if not isinstance(policy, Aggregation):
         raise InputError(f"the policy's resolved() returned {policy!r}; return self, or replace(self, …)")
     state, slots = policy.start(0 if policy.portions else replicas), policy.slots(replicas)
@@ -84,6 +91,8 @@ def check_start(policy: Any, replicas: int) -> None:
         raise _refused(policy, "waits_for()", threshold, "1, 2")
     if deadline is not None and not (isinstance(deadline, Real) and not math.isnan(deadline)):
         raise _refused(policy, "deadline()", deadline, "None, a time of the run in seconds")
+    if saved:  # refused now, not at the first checkpoint
+        encode(state, policy)
 
 
 def _refused(policy: Aggregation[Any], name: str, found: object, write: str) -> InputError:

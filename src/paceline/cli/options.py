@@ -120,7 +120,7 @@ class Shared:
         refuse_strategies(strategies, programs)
         for program in programs:
             refuse_unknown(program)
-        if not _register(programs):
+        if not may_register(programs):
             split_name(self.engine)
             for kind, text in ((Delay, self.delay), (Times, self.times)):
                 if text is not None:
@@ -155,13 +155,13 @@ def refuse_strategies(strategies: Iterable[str], programs: Iterable[str]) -> Non
         strategies: texts of strategies, or ``auto``.
         programs: as named on the command line: a program's own file may register what a strategy names.
     """
-    registered = _register(programs)
+    registered = may_register(programs)
     for text in strategies:
         if not is_auto(text):
             Strategy.parse(without_classes(text) if registered else text)
 
 
-def _register(programs: Iterable[str]) -> bool:
+def may_register(programs: Iterable[str]) -> bool:
     """Return whether code of a user's, once it is imported, may register classes of its own."""
     return any(":" in program for program in programs)
 

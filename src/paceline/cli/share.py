@@ -6,7 +6,7 @@ from typing import Annotated
 from typer import Argument, Option, echo
 
 from paceline.cli.console import end, print_json, session
-from paceline.cli.options import Json, Shared, with_shared
+from paceline.cli.options import Json, Shared, may_register, with_shared
 from paceline.cli.train import default_strategy
 from paceline.core.errors import InputError, check_int
 from paceline.core.option_checks import check_folder_given
@@ -47,7 +47,7 @@ def share(
             raise InputError(f"{twice[0]} is given twice; write it once, or two programs of a file, file.py:name")
         strategy = default_strategy() if strategy is None else strategy
         shared.refuse([strategy], programs)
-        if not any(":" in program for program in programs):
+        if not may_register(programs):
             coerce(scheduler)
         check_int("slice_steps", slice_steps, least=1)
         check_folder_given(checkpoint, resume=resume)

@@ -6,6 +6,7 @@ removes it. It is known to be left over by its lock (``flock``), which the kerne
 """
 
 import csv
+import errno
 import fcntl
 import glob
 import hashlib
@@ -176,29 +177,29 @@ def reserved(path: str | Path) -> Iterator[Path]:
     # Of the device, too: two containers may have one network, and other files at the same path.
     place = f"{above.stat().st_dev}:{os.path.realpath(target)}"
     with socket.socket(socket.AF_UNIX) as holder:
-        try:
-            _bind(holder, f"\0paceline-{hashlib.sha256(os.fsencode(place)).hexdigest()}")
-        except OSError:
+        if not _bind(holder, f"\0paceline-{hashlib.sha256(os.fsencode(place)).hexdigest()}"):
             raise InputError(
                 f"another run that has not ended is to be saved in {path}; end that one first, or write another "
                 f"folder, {_other(path)} for instance"
-            ) from None
+            )
         check_out(path)  # the run that had it may have ended well
         yield target
 
 
-def _bind(holder: socket.socket, name: str) -> None:
-    """Give a socket its name; raise OSError where another process has it, also a moment later."""
+def _bind(holder: socket.socket, name: str) -> bool:
+    """Give a socket its name; return False where another process has it, also a moment later."""
     deadline = time.monotonic() + LOCK_WAIT_S
     while True:
         try:
             holder.bind(name)
-        except OSError:
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:  # there are no such names here, so nothing is reserved
+                return True
             if time.monotonic() > deadline:
-                raise
+                return False
             time.sleep(0.02)
         else:
-            return
+            return True
 
 
 def check_working_folder() -> None:
