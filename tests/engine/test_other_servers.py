@@ -1,4 +1,4 @@
-"""Why another server has failed is known as soon as it has said so, however much of that was read before."""
+"""What another server has told is known as soon as it has come, however much of it was read before."""
 
 import socket
 from typing import Any
@@ -6,26 +6,26 @@ from typing import Any
 import pytest
 
 from paceline.engine.server.first_server_link import FAILED, STAGED
-from paceline.engine.server.other_servers import _Link, _told
+from paceline.engine.server.other_servers import _Link
 
 REASON = "a policy must decide by its arguments alone"
+TOLD = STAGED.pack(0, 1, 2, 3) + STAGED.pack(FAILED, 0, len(REASON), 0) + REASON.encode()
 
 
-@pytest.mark.parametrize("read", ["nothing", "what comes before", "that there is a reason"])
-def test_the_reason_is_read_ahead(read: str) -> None:
+@pytest.mark.parametrize("cut", range(len(TOLD) + 1))
+def test_the_reason_is_known_as_soon_as_it_has_come(cut: int) -> None:
     own, other = socket.socketpair()
     with own, other:
+        own.setblocking(False)
         peer: Any = None
         link = _Link(peer, own, own)
-        assert _told(link) is None
-        other.sendall(STAGED.pack(0, 1, 2, 3))
-        assert _told(link) is None
-        other.sendall(STAGED.pack(FAILED, 0, len(REASON), 0))
-        if read != "nothing":
-            own.recv(STAGED.size)
-        if read == "that there is a reason":
-            *_, link.reason_bytes, _ = STAGED.unpack(own.recv(STAGED.size))
-            assert _told(link) is None  # that has not come yet
-        other.sendall(REASON.encode())
+        link.read()
+        other.sendall(TOLD[:cut])
+        link.read()
+        assert link.staged == ({0: (1, 2)} if cut >= STAGED.size else {})
+        assert link.failure == (f"it failed: {REASON}" if cut == len(TOLD) else None)
+        other.sendall(TOLD[cut:])
         other.close()
-        assert _told(link) == f"it failed: {REASON}"
+        with pytest.raises(EOFError, match="the other end has closed"):
+            link.read()
+        assert (link.staged, link.taken, link.failure) == ({0: (1, 2)}, 3, f"it failed: {REASON}")

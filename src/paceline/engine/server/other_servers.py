@@ -38,8 +38,7 @@ from paceline.engine.server.wire import StreamAddress
 from paceline.replica.flat_slices import FlatSlice, joined
 from paceline.replica.flat_state import FlatState
 
-# Bytes of what a server has told that are looked at once its connection has ended.
-_MOST_WORDS = 1 << 16
+_PIECE_BYTES = 1 << 16
 
 
 @dataclass
@@ -54,8 +53,40 @@ class _Link:
     """The newest Δ of each replica that it has its slice of."""
     taken: int = 0
     """How many events and requests it has taken."""
-    reason_bytes: int | None = None
-    """Length of the reason why it has failed, which is still to be read; None: it has said nothing of the kind."""
+    failure: str | None = None
+    """Why it says that it has failed."""
+    _pending: bytearray = field(default_factory=bytearray)
+    """The beginning of a message that has not come whole."""
+
+    def read(self) -> None:
+        """Take in what it has told, as far as that has come.
+
+        Raises:
+            OSError: its connection is broken, or closed.
+            EOFError: it has closed it.
+        """
+        while True:
+            try:
+                piece = self.words.recv(_PIECE_BYTES)
+            except BlockingIOError:
+                return
+            if not piece:
+                raise EOFError("the other end has closed the connection")
+            self._pending += piece
+            self._take()
+
+    def _take(self) -> None:
+        pending = self._pending
+        while len(pending) >= STAGED.size:
+            replica, incarnation, attempt, taken = STAGED.unpack_from(pending)
+            end = STAGED.size
+            if replica != FAILED:
+                self.staged[replica], self.taken = (incarnation, attempt), taken
+            elif len(pending) < (end := end + attempt):  # which is the length of the reason
+                return
+            else:
+                self.failure = f"it failed: {pending[STAGED.size : end].decode(errors='replace')}"
+            del pending[:end]
 
 
 class OtherServers:
@@ -137,7 +168,11 @@ class OtherServers:
     def why(self, member: Member) -> str | None:
         """Return why a server says that it has failed, or why it is no more; None: nothing is known."""
         link = self._links.get(member)
-        return self.ended.get(member) if link is None else _told(link)
+        if link is None:
+            return self.ended.get(member)
+        with contextlib.suppress(OSError, EOFError):  # what has come may not have been read yet
+            link.read()
+        return link.failure
 
     def send(self, event: str, args: Sequence[Any], counts: tuple[int, int]) -> None:
         """Send an event, or a request, that this server takes next itself.
@@ -267,20 +302,23 @@ class OtherServers:
             self._forwarder.close()
 
     async def _listen(self, member: Member, link: _Link) -> None:
-        """Note of which Δs a server has its slice."""
+        """Note of which Δs a server has its slice, until it fails or ends."""
+        loop, come = asyncio.get_running_loop(), asyncio.Event()
         with link.words as words:
+            loop.add_reader(words, come.set)
             try:
-                while True:
-                    replica, incarnation, attempt, taken = STAGED.unpack(await wire.received(words, STAGED.size))
-                    if replica == FAILED:
-                        link.reason_bytes = attempt
-                        await self._lose(member, _failure(await wire.received(words, attempt)))
-                        return
-                    link.staged[replica], link.taken = (incarnation, attempt), taken
+                while link.failure is None:
+                    await come.wait()
+                    come.clear()
+                    link.read()
                     async with self._changed:
                         self._changed.notify_all()
+                reason = link.failure
             except (OSError, EOFError) as error:
-                await self._lose(member, str(error))
+                reason = link.failure or str(error)
+            finally:
+                loop.remove_reader(words)
+        await self._lose(member, reason)
 
     async def _lose(self, member: Member, reason: str) -> None:
         """Go on without a server, or tell that nobody has its slice; nobody waits for what it has staged."""
@@ -325,22 +363,3 @@ class OtherServers:
 def servers_of(peers: Iterable[Member]) -> int:
     """Return how many slices there are, that of the first server included."""
     return 1 + max((member.number for member in peers), default=0)
-
-
-def _told(link: _Link) -> str | None:
-    """Return why a server says that it has failed, in what has come and is not read yet; None: it does not."""
-    try:
-        come = link.words.recv(_MOST_WORDS, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except OSError:
-        return None
-    if link.reason_bytes is not None:
-        return _failure(come[: link.reason_bytes]) if come else None
-    for at in range(0, len(come) - STAGED.size + 1, STAGED.size):
-        replica, _, size, _ = STAGED.unpack_from(come, at)
-        if replica == FAILED:
-            return _failure(come[at + STAGED.size :][:size])
-    return None
-
-
-def _failure(text: bytes) -> str:
-    return f"it failed: {text.decode(errors='replace')}"
