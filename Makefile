@@ -16,9 +16,10 @@ unexport PYTHONDONTWRITEBYTECODE
 test: venv
 	@$(MAKE) --no-print-directory check
 
-# Besides, what takes longer: tests/thorough.py says which tests these are, and why.
+# Besides, what takes longer: tests/thorough.py says which tests these are, and why. SHARD=2/4 runs the second quarter.
+SHARD ?= 1/1
 test-all: test
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m thorough
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m thorough --shard $(SHARD)
 
 # Parity, copies and memory on this host's accelerator; says so and ends well where there is none. It installs nothing:
 # without .venv python3 has to have torch and pytest. ARGS="-k one_process" runs a part.

@@ -45,8 +45,9 @@ def preloaded(config: pytest.Config) -> tuple[str, ...]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let the tests of tests/accelerator run on a device of this host."""
+    """Let the tests of tests/accelerator run on a device of this host, and a part of the thorough tests."""
     parser.addoption("--device", default="sim", help="sim, the simulated accelerator; a type of device; or auto")
+    parser.addoption("--shard", default="1/1", help="K/N: of the thorough tests, the K-th of N shards alone")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -63,12 +64,19 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what is left to `make test-all`, and order the files."""
-    seen = set[str]()
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what is left to `make test-all`, leave other shards of that out, and order the files."""
+    number, count = map(int, config.getoption("--shard").split("/"))
+    if not 1 <= number <= count:
+        raise pytest.UsageError(f"--shard={number}/{count}: write 1/{count} to {count}/{count}")
+    seen, others = set[str](), set[pytest.Item]()
     for item in items:
         if thorough.is_thorough(item.nodeid, seen):
             item.add_marker(pytest.mark.thorough)
+            if thorough.shard_of(item.nodeid, count) != number:
+                others.add(item)
+    config.hook.pytest_deselected(items=[*others])
+    items[:] = [item for item in items if item not in others]
     # What takes minutes first, which last of all would leave a worker idle: Ray's tests, and files of this folder.
     items.sort(key=lambda item: (not item.nodeid.startswith(RAY), item.path.parent != Path(__file__).parent))
 

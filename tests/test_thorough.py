@@ -1,10 +1,12 @@
-"""Every entry of the table of thorough tests names tests that are there."""
+"""Every entry of the table of thorough tests names tests that are there; shards share them out."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.thorough import TABLE, Thorough
+from tests.thorough import TABLE, Thorough, shard_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -18,3 +20,18 @@ def test_entries_name_tests_that_are_there(entry: Thorough) -> None:
 
 def test_no_test_has_two_entries() -> None:
     assert len({entry.name for entry in TABLE}) == len(TABLE)
+
+
+def test_shards_keep_together_what_shares_fixtures() -> None:
+    names = [f"tests/test_{file}.py::test_{function}" for file in range(40) for function in range(5)]
+    shards = [shard_of(name, 4) for name in names]
+    assert {*shards} == {1, 2, 3, 4}
+    assert len({shard_of(f"tests/test_it.py::test_{function}[two-3]", 4) for function in range(40)}) == 1
+    assert {shard_of(name, 1) for name in names} == {1}
+
+
+def test_a_shard_that_there_is_not_is_refused() -> None:
+    words = [sys.executable, "-m", "pytest", "--collect-only", "--shard=5/4", __file__]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "--shard=5/4: write 1/4 to 4/4" in done.stderr

@@ -4,6 +4,7 @@ An entry is a file, or a test of it without its parameters. Where it says ``but_
 `make test`; where it says ``but``, those whose parameters match that pattern, in which * is any text.
 """
 
+import hashlib
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -601,3 +602,13 @@ def is_thorough(name: str, seen: set[str]) -> bool:
         seen.add(entry.name)
         return False
     return True
+
+
+def shard_of(name: str, count: int) -> int:
+    """Return which of so many shards has a test, from 1 on.
+
+    Tests of a file that have the same parameters are in the same one: they share fixtures, which may start processes.
+    """
+    function, _, parameters = name.partition("[")
+    key = function.partition("::")[0] + parameters if parameters else function
+    return 1 + int(hashlib.sha256(key.encode()).hexdigest(), 16) % count
