@@ -73,13 +73,11 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/replica/tensor/test_short_steps.py::test_graphs_have_the_same_bits", PARITY, but_first=True),
     Thorough("tests/replica/test_step_graph.py::test_each_size_is_traced_once_as_it_comes", PARITY, but_first=True),
     Thorough("tests/engine/test_graph_engines.py", PARITY, but_first=True),
-    Thorough("tests/engine/test_torch_settings.py::test_processes_of_the_local_engine", COMMANDS, but_first=True),
+    Thorough("tests/engine/test_torch_settings.py::test_processes_of_the_local_engine", COMMANDS),
     Thorough("tests/engine/ray/test_ray_torch_settings.py", COMMANDS),
     Thorough("tests/engine/ray/test_push_stream.py::test_streams_that_break_and_then_none_at_all", KILLS),
-    Thorough("tests/engine/ray/test_push_stream.py::test_replicas_on_other_hosts_send_bytes", PARITY, but_first=True),
-    Thorough(
-        "tests/engine/local/test_local_loops.py::test_the_line_of_a_loop_that_fails_is_named", COMMANDS, but_first=True
-    ),
+    Thorough("tests/engine/ray/test_push_stream.py::test_replicas_on_other_hosts_send_bytes", PARITY),
+    Thorough("tests/engine/local/test_local_loops.py::test_the_line_of_a_loop_that_fails_is_named", COMMANDS),
     Thorough("tests/engine/serving/test_serving_page.py::test_the_program_of_the_page_serves_and_joins", PROGRAMS),
     Thorough(
         "tests/engine/serving/test_serving.py::test_under_every_policy_all_may_leave_and_others_come",
@@ -229,7 +227,7 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/engine/test_closed_forms.py", STATISTICS),
     Thorough("tests/engine/test_compiled_engines.py", "compiles C++, which takes some twenty seconds each time"),
     Thorough("tests/engine/test_compiled_sizes.py", "compiles C++, which takes some twenty seconds each time"),
-    Thorough("tests/planner/test_calibrated_plans.py", PLANNER, but_first=True),
+    Thorough("tests/planner/test_calibrated_plans.py", PLANNER),
     Thorough("tests/engine/test_virtual_determinism.py::test_two_processes_agree_to_the_byte", COMMANDS),
     Thorough("tests/engine/test_tensor_parity.py::test_equals_one_process", PARITY, but_first=True),
     Thorough("tests/engine/test_pipeline_parity.py::test_equals_one_process", PARITY, but_first=True),
@@ -335,7 +333,7 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/engine/test_virtual_memory.py", "measures the memory of processes of their own"),
     Thorough("tests/engine/test_virtual_data.py::test_torchs_loader_with_workers_of_its_own", PARITY, but_first=True),
     Thorough("tests/engine/local/test_local_command.py", KILLS, but_first=True),
-    Thorough("tests/engine/local/test_local_resources.py::test_files_do_not_pile_up", KILLS, but_first=True),
+    Thorough("tests/engine/local/test_local_resources.py::test_files_do_not_pile_up", KILLS),
     Thorough("tests/engine/local/test_local_loops.py::test_without_a_guard", COMMANDS),
     Thorough("tests/engine/local/test_local_loops.py::test_a_script_may_train_as_often_as_it_likes", COMMANDS),
     Thorough("tests/engine/local/test_local_models.py", "25 workers, and a million parameters", but_first=True),
@@ -352,7 +350,7 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/engine/ray/test_ray_hosts.py", "Ray clusters of three network namespaces"),
     Thorough("tests/engine/ray/test_ray_own_states.py", KILLS),
     Thorough("tests/engine/ray/test_ray_standbys.py", KILLS),
-    Thorough("tests/engine/ray/test_ray_standby.py::test_it_may_die_between_any_two_messages", KILLS, but_first=True),
+    Thorough("tests/engine/ray/test_ray_standby.py::test_it_may_die_between_any_two_messages", KILLS),
     Thorough("tests/engine/ray/test_ray_standby.py::test_again_and_again", KILLS),
     Thorough("tests/engine/ray/test_ray_standby.py::test_no_acknowledged_update_is_lost", KILLS),
     Thorough("tests/engine/ray/test_ray_standby.py::test_large_deltas_are_read_from_the_object_store", KILLS),
@@ -401,9 +399,9 @@ TABLE: tuple[Thorough, ...] = (
     ),
     Thorough("tests/engine/test_virtual_checkpoints.py::test_under_any_policy", PARITY, but="one at a time-a*"),
     Thorough(
-        "tests/engine/test_virtual_checkpoints.py::test_over_a_network_whose_hosts_come_and_go", PARITY, but="random-a*"
+        "tests/engine/test_virtual_checkpoints.py::test_over_a_network_whose_hosts_come_and_go", PARITY, but_first=True
     ),
-    Thorough("tests/planner/test_policies.py::test_equations_are_what_is_simulated", STATISTICS, but="fraction=0.5 *"),
+    Thorough("tests/planner/test_policies.py::test_equations_are_what_is_simulated", STATISTICS, but_first=True),
     Thorough("tests/planner/test_policies.py::test_synchronous", STATISTICS, but="exponential:*"),
     Thorough("tests/planner/test_policies.py::test_k_sync", STATISTICS, but="exponential:*"),
     Thorough("tests/planner/test_policies.py::test_k_async", STATISTICS, but="exponential:*"),
@@ -411,14 +409,12 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/planner/test_policies.py::test_asynchronous", STATISTICS, but="exponential:*"),
     Thorough("tests/planner/test_policies.py::test_backups", STATISTICS, but_first=True),
     Thorough("tests/planner/test_policies.py::test_stale_synchronous_is_its_recurrence", STATISTICS, but_first=True),
+    Thorough("tests/planner/test_answer.py::test_the_best_is_never_affected_and_all_stand_for_themselves", PLANNER),
+    Thorough("tests/replica/pipeline/test_cut.py::test_parts_chained_are_the_model", PARITY, but_first=True),
+    Thorough("tests/replica/pipeline/test_pipelined.py::test_five_steps_equal_one_process", PARITY, but_first=True),
     Thorough(
-        "tests/planner/test_answer.py::test_the_best_is_never_affected_and_all_stand_for_themselves",
-        PLANNER,
-        but_first=True,
+        "tests/replica/pipeline/test_stage_replicas.py::test_five_steps_equal_one_process", PARITY, but_first=True
     ),
-    Thorough("tests/replica/pipeline/test_cut.py::test_parts_chained_are_the_model", PARITY, but="4-[be]*"),
-    Thorough("tests/replica/pipeline/test_pipelined.py::test_five_steps_equal_one_process", PARITY, but="Skips-*"),
-    Thorough("tests/replica/pipeline/test_stage_replicas.py::test_five_steps_equal_one_process", PARITY, but="Skips-*"),
     Thorough(
         "tests/replica/pipeline/test_pipelined_models.py::test_what_is_made_again_is_the_same",
         PARITY,
@@ -427,19 +423,19 @@ TABLE: tuple[Thorough, ...] = (
     Thorough(
         "tests/replica/pipeline/test_async_stage.py::test_two_versions_are_what_their_formula_says",
         PARITY,
-        but="*-adam",
+        but_first=True,
     ),
     Thorough(
-        "tests/replica/pipeline/test_async_stage.py::test_pipedream_is_what_its_formula_says", PARITY, but="*-adam"
+        "tests/replica/pipeline/test_async_stage.py::test_pipedream_is_what_its_formula_says", PARITY, but_first=True
     ),
-    Thorough("tests/replica/test_handover.py::test_a_model_taken_over_is_the_same", PARITY, but="None-[!bgrv]*"),
+    Thorough("tests/replica/test_handover.py::test_a_model_taken_over_is_the_same", PARITY, but_first=True),
     Thorough("tests/replica/test_compilation.py::test_a_compiled_run_is_the_plain_one", PARITY, but_first=True),
     Thorough(
         "tests/replica/test_compilation.py::test_sizes_that_come_later_are_compared_and_leave_no_trace",
         PARITY,
         but_first=True,
     ),
-    Thorough("tests/replica/tensor/test_models.py::test_shards_are_the_model", PARITY, but="*-3"),
+    Thorough("tests/replica/tensor/test_models.py::test_shards_are_the_model", PARITY, but_first=True),
     Thorough("tests/replica/tensor/test_branches.py::test_branches_are_the_model", PARITY, but="*-3"),
     Thorough(
         "tests/replica/tensor/test_user_rules.py::test_an_operator_is_divided_as_asked_and_the_model_stays_the_same",
@@ -447,9 +443,9 @@ TABLE: tuple[Thorough, ...] = (
         but="*-2",
     ),
     Thorough("tests/replica/tensor/test_rules_losses.py::test_losses_of_elements", PARITY, but="*-3"),
-    Thorough("tests/replica/tensor/test_rules_losses.py::test_cross_entropy_of_probabilities", PARITY, but="*-4"),
-    Thorough("tests/replica/tensor/test_rules_losses.py::test_nll_of_log_softmax", PARITY, but="*-3"),
-    Thorough("tests/test_show_shards.py::test_what_it_says_is_what_shards_hold_and_do", PARITY, but="*-2"),
+    Thorough("tests/replica/tensor/test_rules_losses.py::test_cross_entropy_of_probabilities", PARITY, but_first=True),
+    Thorough("tests/replica/tensor/test_rules_losses.py::test_nll_of_log_softmax", PARITY, but_first=True),
+    Thorough("tests/test_show_shards.py::test_what_it_says_is_what_shards_hold_and_do", PARITY, but_first=True),
     Thorough(
         "tests/engine/local/test_local_parity.py::test_processes_in_lockstep_are_one_process", PARITY, but="[agt]*-4"
     ),
@@ -461,7 +457,7 @@ TABLE: tuple[Thorough, ...] = (
     Thorough(
         "tests/engine/local/test_local_parallel_update.py::test_a_round_is_neither_lost_nor_made_twice",
         KILLS,
-        but="0-momentum-*",
+        but_first=True,
     ),
     Thorough(
         "tests/engine/local/test_local_kills.py::test_at_any_moment_each_delta_is_applied_once_or_discarded",
@@ -473,9 +469,7 @@ TABLE: tuple[Thorough, ...] = (
         PARITY,
         but_first=True,
     ),
-    Thorough(
-        "tests/engine/local/test_start.py::test_workers_import_what_the_fork_server_cannot", KILLS, but_first=True
-    ),
+    Thorough("tests/engine/local/test_start.py::test_workers_import_what_the_fork_server_cannot", KILLS),
     Thorough("tests/engine/test_sandblaster.py::test_lbfgs_makes_torchs_steps", PARITY, but="2-5-*"),
     Thorough("tests/engine/test_virtual_policies.py::test_two_names_of_one_thing", PARITY, but="*-momentum"),
     Thorough("tests/engine/test_virtual_policies.py::test_rounds_of_those_that_are_in_time", PARITY, but="*-momentum"),
@@ -485,7 +479,7 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/engine/test_wait_thread.py::test_a_process_may_end_before_its_threads", COMMANDS),
     Thorough("tests/optim/test_optim_engines.py::test_processes_are_one_process", PARITY, but="*-3"),
     Thorough(
-        "tests/optim/test_optim_engines.py::test_every_policy_in_virtual_time_and_in_processes", PARITY, but="*-lamb"
+        "tests/optim/test_optim_engines.py::test_every_policy_in_virtual_time_and_in_processes", PARITY, but_first=True
     ),
     Thorough("tests/parameter_scheduling/test_own_program.py::test_the_example_runs_in_processes", PROGRAMS),
     Thorough(
@@ -535,14 +529,14 @@ TABLE: tuple[Thorough, ...] = (
     Thorough(
         "tests/replica/tensor/test_rules_losses.py::test_cross_entropy_of_classes_weighed_and_in_more_dims",
         PARITY,
-        but="*-3",
+        but_first=True,
     ),
     Thorough(
         "tests/replica/tensor/test_functionalize.py::test_a_residual_network_is_divided_as_if_nothing_were_in_place",
         PARITY,
         but="3",
     ),
-    Thorough("tests/engine/local/test_own_states.py::test_however_a_replica_is_cut", KILLS, but_first=True),
+    Thorough("tests/engine/local/test_own_states.py::test_however_a_replica_is_cut", KILLS),
     Thorough("tests/planner/test_servers.py::test_servers_compete_with_all_reduce_where_replicas_are_late", PLANNER),
     Thorough(
         "tests/engine/test_noise_scale.py::test_a_known_covariance_is_found_within_five_percent",
@@ -560,11 +554,11 @@ TABLE: tuple[Thorough, ...] = (
     ),
     Thorough("tests/benchmarks/test_hostile_files.py::test_a_sound_checkpoint_is_read_in_all_ways", BENCHMARK),
     Thorough("tests/engine/test_model_loss.py::test_in_parts", PARITY, but="loss-stages=2 shards=2*"),
-    Thorough("tests/comm/shm/test_drop_in.py::test_meshes_of_two_by_two", PARITY, but_first=True),
+    Thorough("tests/comm/shm/test_drop_in.py::test_meshes_of_two_by_two", PARITY),
     Thorough("tests/comm/shm/test_drop_in.py::test_fully_sharded", PARITY, but="*half*"),
     Thorough("tests/comm/shm/test_drop_in.py::test_four_ranks_but_for_the_order_of_sums", PARITY, but="*d-args[02]"),
-    Thorough("tests/accelerator/test_engines.py::test_no_step_waits_for_the_device", PARITY, but_first=True),
-    Thorough("tests/cli/test_watch.py::test_a_run_is_shown_from_its_start_to_its_end", PARITY, but_first=True),
+    Thorough("tests/accelerator/test_engines.py::test_no_step_waits_for_the_device", PARITY),
+    Thorough("tests/cli/test_watch.py::test_a_run_is_shown_from_its_start_to_its_end", PARITY),
     Thorough(
         "tests/parameter_scheduling/test_matrix_factorization.py::test_processes_compute_the_same_bits",
         PARITY,
@@ -579,8 +573,126 @@ TABLE: tuple[Thorough, ...] = (
     Thorough(
         "tests/engine/local/test_start.py::test_one_rank_captures_a_model_where_main_does_not", PARITY, but_first=True
     ),
+    Thorough(
+        "tests/aggregation/test_state_codec.py::test_every_state_of_a_run_is_the_same_afterwards",
+        PARITY,
+        but_first=True,
+    ),
+    Thorough(
+        "tests/replica/test_short_steps.py::test_graphs_have_the_bits_of_steps_as_they_are", PARITY, but_first=True
+    ),
+    Thorough("tests/replica/test_short_steps.py::test_workers_have_graphs_of_what_is_pure", PARITY, but_first=True),
+    Thorough("tests/replica/test_capture.py::test_each_node_belongs_to_a_module_of_the_model", PARITY, but_first=True),
+    Thorough("tests/replica/test_capture.py::test_capturing_leaves_no_trace", PARITY, but_first=True),
+    Thorough(
+        "tests/engine/ray/test_server_state.py::test_the_same_events_make_the_same_state_also_from_a_copy",
+        PARITY,
+        but_first=True,
+    ),
+    Thorough("tests/replica/tensor/test_plan_search.py::test_random_graphs", PARITY, but_first=True),
+    Thorough("tests/replica/pipeline/test_costs.py::test_measuring_leaves_no_trace", PARITY, but_first=True),
+    Thorough(
+        "tests/engine/local/test_own_states.py::test_what_replicas_go_on_with_is_what_they_had", PARITY, but_first=True
+    ),
+    Thorough(
+        "tests/engine/local/test_own_states.py::test_each_replica_has_a_state_of_its_own_in_the_checkpoint",
+        PARITY,
+        but_first=True,
+    ),
+    Thorough(
+        "tests/schedule/test_identities.py::test_plans_of_uneven_stages_that_wait_for_each_other_are_exact",
+        PARITY,
+        but_first=True,
+    ),
+    Thorough("tests/schedule/test_identities.py::test_plans_of_uneven_stages_are_a_little_off", PARITY, but_first=True),
+    Thorough("tests/schedule/test_dependencies.py::test_nothing_begins_later_than_in_a_chain", PARITY, but_first=True),
+    Thorough("tests/checkpoint/test_writer.py::test_every_dtype_comes_back", PARITY, but_first=True),
+    Thorough("tests/accelerator/test_engines.py::test_one_process", PARITY, but_first=True),
+    Thorough("tests/engine/test_virtual_loops.py::test_a_loop_trains_as_train_does", PARITY, but_first=True),
+    Thorough(
+        "tests/replica/tensor/test_rules_normalisation.py::test_a_norm_over_divided_channels_sends_a_few_numbers_a_row",
+        PARITY,
+        but_first=True,
+    ),
+    Thorough("tests/replica/test_iterables.py::test_a_run_is_that_of_the_function", PARITY, but_first=True),
+    Thorough("tests/replica/test_optimizer_state.py::test_its_steps_are_the_same_bits", PARITY, but_first=True),
+    Thorough("tests/replica/tensor/test_elimination.py::test_none_cost_less", PARITY, but_first=True),
+    Thorough(
+        "tests/comm/shm/test_collectives.py::test_several_groups_interleaved_in_other_orders", PARITY, but_first=True
+    ),
+    Thorough(
+        "tests/replica/pipeline/test_stage_graph.py::test_it_has_the_bits_of_plain_passes", PARITY, but_first=True
+    ),
+    Thorough("tests/replica/tensor/test_frozen.py::test_a_layer_whose_terms_are_summed", PARITY, but_first=True),
+    Thorough("tests/replica/tensor/test_float_targets.py::test_shards_are_the_model", PARITY, but_first=True),
+    Thorough("tests/replica/pipeline/test_pipelined.py::test_what_is_made_again_is_the_same", PARITY, but_first=True),
+    Thorough("tests/test_loaders.py::test_a_run_is_that_of_its_data_set", PARITY, but_first=True),
+    Thorough("tests/replica/tensor/test_sharding_plan.py::test_none_is_cheaper", PARITY, but_first=True),
+    Thorough(
+        "tests/replica/tensor/test_redistribute.py::test_value_gradient_and_collectives_are_those_of_the_table",
+        PARITY,
+        but_first=True,
+    ),
+    Thorough(
+        "tests/replica/tensor/test_rules_losses.py::test_a_classifier_never_gathers_its_logits", PARITY, but_first=True
+    ),
+    Thorough("tests/replica/tensor/test_models.py::test_a_batch_may_have_another_size", PARITY, but_first=True),
+    Thorough("tests/engine/local/test_local_timers.py::test_a_late_replica_holds_nobody_up", PARITY, but_first=True),
+    Thorough("tests/engine/test_fragments.py::test_an_overlap_equals_a_plain_loop", PARITY, but_first=True),
+    Thorough("tests/comm/shm/test_drop_in.py::test_pipelines", PARITY, but_first=True),
+    Thorough(
+        "tests/engine/local/test_start.py::test_main_captures_a_model_for_all_its_workers", PARITY, but_first=True
+    ),
+    Thorough(
+        "tests/parameter_scheduling/test_lasso.py::test_the_optimum_is_that_of_scikit_learn", PARITY, but_first=True
+    ),
+    Thorough(
+        "tests/parameter_scheduling/test_lasso.py::test_correlated_columns_at_once_diverge_and_the_check_prevents_it",
+        PARITY,
+        but_first=True,
+    ),
+    Thorough("tests/engine/local/test_start.py::test_progress_says_that_a_new_fork_server_imports", COMMANDS),
+    Thorough("tests/engine/local/test_local_resources.py::test_a_comparison_has_one_fork_server", COMMANDS),
+    Thorough("tests/comm/test_linux.py::test_what_was_freed_can_be_given_back", COMMANDS),
+    Thorough("tests/checkpoint/test_fingerprint.py::test_another_process_has_the_same", COMMANDS),
+    Thorough("tests/engine/local/test_local_resources.py::test_an_engine_by_name_is_closed_after_the_run", COMMANDS),
+    Thorough("tests/engine/serving/test_serving_page.py::test_the_command_serves", COMMANDS),
+    Thorough("tests/test_loaders.py::test_workers_of_processes_read_from_a_loader", COMMANDS),
+    Thorough(
+        "tests/engine/test_tensor_parity.py::test_what_is_saved_is_whole_and_goes_on_in_another_number_of_shards",
+        PARITY,
+    ),
+    Thorough("tests/test_show_shards.py::test_a_run_keeps_to_its_rules_and_holds_what_the_table_says", PARITY),
+    Thorough(
+        "tests/engine/local/test_replica_group.py::test_own_steps_of_shards_clip_by_the_norm_of_the_whole", PARITY
+    ),
+    Thorough("tests/engine/test_tensor_parity.py::test_what_the_shards_send_is_in_the_trace", PARITY),
+    Thorough("tests/test_predict.py::test_another_form_of_input_is_captured_anew", PARITY),
+    Thorough("tests/replica/pipeline/test_cut.py::test_wherever_they_are_cut", PARITY),
+    Thorough("tests/planner/test_servers.py::test_terms_add_up_and_are_not_negative", PLANNER),
+    Thorough("tests/planner/test_lower_bounds.py::test_nothing_is_below_its_bounds", PLANNER),
+    Thorough("tests/planner/test_event_simulation.py::test_as_action_by_action", PLANNER),
+    Thorough("tests/planner/test_multi_job.py::test_no_other_way_is_done_sooner", PLANNER),
+    Thorough("tests/test_share_workers.py::test_the_page_s_program_gives_the_quick_job_more_turns", PROGRAMS),
+    Thorough(
+        "tests/parameter_scheduling/test_own_program.py::test_the_page_s_program_finds_the_five_coefficients", PROGRAMS
+    ),
+    Thorough("tests/parameter_scheduling/test_own_program.py::test_the_example_finds_what_liblinear_finds", PROGRAMS),
+    Thorough("tests/test_tensor_page.py::test_what_it_writes_by_hand_fits_its_program", PROGRAMS),
+    Thorough("tests/engine/serving/test_serving_failures.py::test_ctrl_c_at_the_server_ends_all_with_a_run", KILLS),
+    Thorough("tests/parameter_scheduling/test_local_workers.py::test_ctrl_c_ends_them", KILLS),
+    Thorough("tests/parameter_scheduling/test_local_workers.py::test_a_worker_that_fails_has_its_traceback", KILLS),
+    Thorough("tests/engine/local/test_local_resources.py::test_nor_where_runs_fail", KILLS),
+    Thorough("tests/planner/test_policies.py::test_k_batch_sync", STATISTICS),
+    Thorough("tests/planner/test_stage_division.py::test_a_micro_batch_takes_the_longest_round_trip", PLANNER),
+    Thorough("tests/planner/test_explain.py::test_what_it_takes_when_nothing_fits_is_the_least", PLANNER),
+    Thorough("tests/report/test_page.py::test_many_workers_and_long_tails_stay_small", PARITY),
+    Thorough("tests/trace/test_picture.py::test_many_spans_stay_small", PARITY),
+    Thorough("tests/engine/serving/test_serving.py::test_what_a_loader_draws_is_what_it_drew_before", PARITY),
+    Thorough("tests/engine/local/test_own_states.py::test_they_move_between_engines", PARITY),
+    Thorough("tests/engine/test_batch_dispatcher.py::test_an_epoch_is_exact_whoever_dies", KILLS),
     *(Thorough(f"tests/comm/test_compression.py::test_{name}", PARITY, but="P=2*") for name in COMPRESSED),
-    *(Thorough(f"tests/replica/tensor/test_rules_{name}.py::test_every_way", PARITY, but="*-(3,)") for name in RULES),
+    *(Thorough(f"tests/replica/tensor/test_rules_{name}.py::test_every_way", PARITY, but_first=True) for name in RULES),
 )
 
 
