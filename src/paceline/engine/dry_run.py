@@ -87,6 +87,7 @@ def _step(program: Program, batch: Batch | None) -> DryRun:
             )
         # Digests instead of copies: a model may fill most of the memory.
         buffers = {name: digest([buffer]) for name, buffer in module.named_buffers()}
+        versions = _versions(module)
         parameters = {name: digest([p]) for name, p in module.named_parameters() if p.requires_grad}
         fields = fingerprint(program, module)
         if isinstance(program.optimizer, Mapping):
@@ -109,7 +110,7 @@ def _step(program: Program, batch: Batch | None) -> DryRun:
     return DryRun(
         metrics,
         # What a loop's own step writes is not known: any of them.
-        tuple(buffers) if batch is None else _changed(module.named_buffers(), buffers),
+        tuple(buffers) if batch is None else _written(module, buffers, versions),
         written,
         None if rate is None else float(rate),
         isinstance(optimizer, LossOptimizer),
@@ -185,6 +186,23 @@ def _backward(module: nn.Module, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
     if not reached:
         raise InputError(NO_PARAMETER)
+
+
+def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return which tensor each buffer is, and how often that was written."""
+    return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}
+
+
+def _written(module: nn.Module, before: Mapping[str, str], versions: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the buffers that were written, also where they have the values of before.
+
+    Args:
+        module: has made the step.
+        before: digest of each buffer before it.
+        versions: :func:`_versions` before it.
+    """
+    changed, after = {*_changed(module.named_buffers(), before)}, _versions(module)
+    return tuple(name for name in after if name in changed or after[name] != versions.get(name))
 
 
 def _changed(tensors: Iterable[tuple[str, Tensor]], before: Mapping[str, str]) -> tuple[str, ...]:

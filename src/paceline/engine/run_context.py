@@ -167,6 +167,11 @@ class RunContext:
         return 0 if isinstance(self.delta, InPlace) else self.policy.slots(self.replicas)
 
     @property
+    def alone(self) -> bool:
+        """Return whether all Δs are of one replica, each computed from the newest A."""
+        return self.job.strategy.replicas == 1 and not self.job.strategy.pull_ahead
+
+    @property
     def reads_late(self) -> bool:
         """Return whether the loss of a Δ, and whether it is finite, may be known when the next Δ is complete.
 

@@ -24,7 +24,7 @@ from paceline.reduction import Reducer, Reduction
 from paceline.reduction.base import combine, statistics_of
 from paceline.replica.flat_optimizer import FlatOptimizer
 from paceline.replica.flat_slices import FlatSlice, slices_of
-from paceline.replica.flat_state import FlatLayout, FlatState
+from paceline.replica.flat_state import FlatLayout, FlatState, is_averaged
 from paceline.replica.gradient_clipping import clip, clip_by_square, square_norm
 from paceline.replica.noise_estimator import NoiseEstimator, Preconditioner
 from paceline.replica.optimizer_kernels import StepKernel
@@ -92,6 +92,7 @@ class ServerOptimizer:
         summed: returns the sums, over all servers, of numbers that each has of its slice.
         own_steps: returns whether loops may compute gradients themselves, so that what their optimizers say is to be
             read; on a device the host waits for that.
+        alone: whether all Δs are of one replica, each computed from the newest A.
     """
 
     def __init__(
@@ -106,8 +107,10 @@ class ServerOptimizer:
         part: FlatSlice | None = None,
         summed: Summed = list,
         own_steps: Callable[[], bool] = lambda: True,
+        alone: bool = False,
     ) -> None:
         self.state, self.part, self.summed, self._own_steps = state, part, summed, own_steps
+        self._alone = alone
         self._distance = isinstance(policy.delta, Distance) and subtracts
         self._moves = isinstance(policy.delta, (Change, Distance))
         combined = combined or state.empty_like()
@@ -260,7 +263,7 @@ class ServerOptimizer:
     def _write_buffers(self, deltas: Weighted, destination: FlatState) -> None:
         if not destination.buffers:
             return
-        buffers = _BufferMean(self.state)
+        buffers = _BufferMean(self.state, alone=self._alone)
         for delta, weight in deltas:
             buffers.add(delta, weight)
         self._finish_buffers(buffers, destination)
@@ -279,7 +282,7 @@ class ServerOptimizer:
     def _combine(
         self, deltas: Iterable[tuple[FlatState, float]], destination: FlatState, slices: Sequence[slice] | None
     ) -> None:
-        buffers = _BufferMean(self.state)
+        buffers = _BufferMean(self.state, alone=self._alone)
         totals = self.combined if slices is None else [v[s] for v, s in zip(self.combined, slices, strict=True)]
         for j, (delta, weight) in enumerate(deltas):
             for i, total in enumerate(totals):
@@ -294,18 +297,25 @@ class ServerOptimizer:
 
 
 class _BufferMean:
-    """Running buffers of A: the weighted mean of the replicas'; of integers (counters) the largest, A's included."""
+    """Running buffers of A: the weighted mean of the replicas'; of integers (counters) the largest, A's included.
 
-    def __init__(self, state: FlatState) -> None:
-        self._before = state.buffers
-        self._sums = [torch.zeros_like(b) if b.is_floating_point() else b.clone() for b in state.buffers]
+    Args:
+        state: A before.
+        alone: whether all Δs are of one replica that reads the newest A: its integers are those of the new A.
+    """
+
+    def __init__(self, state: FlatState, *, alone: bool) -> None:
+        self._before, self._alone = state.buffers, alone
+        self._sums = [torch.zeros_like(b) if is_averaged(b.dtype) else b.clone() for b in state.buffers]
         self._weight = 0.0
 
     def add(self, delta: FlatState, weight: float) -> None:
         """Add one replica's buffers."""
         for total, buffer in zip(self._sums, delta.buffers, strict=True):
-            if total.is_floating_point():
+            if is_averaged(total.dtype):
                 total.add_(buffer, alpha=weight)
+            elif self._alone:
+                total.copy_(buffer)
             else:
                 torch.maximum(total, buffer, out=total)
         self._weight += weight
@@ -313,7 +323,7 @@ class _BufferMean:
     def write(self, destination: FlatState) -> None:
         """Write the result to the buffers of the new A, where it is one: not if weights add up to 0."""
         for new, before, total in zip(destination.buffers, self._before, self._sums, strict=True):
-            if new.is_floating_point():
+            if is_averaged(new.dtype):
                 new.copy_(total / self._weight if self._weight else before)
             else:
                 new.copy_(total)

@@ -31,6 +31,11 @@ from paceline.replica.module_utils import tensors_of
 Allocate: TypeAlias = Callable[[int, torch.dtype], Tensor]
 
 
+def is_averaged(dtype: torch.dtype) -> bool:
+    """Return whether running buffers of this dtype are averaged; others count, or say whether something was seen."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 @dataclass(frozen=True)
 class TensorEntry:
     """The slice of a vector that is one tensor."""

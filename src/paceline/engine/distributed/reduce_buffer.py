@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.device import CPU
 from paceline.engine.distributed.rank_status import BITS, DIGITS, FIELDS, MASK, NORMS
-from paceline.replica.flat_state import FlatLayout, FlatState
+from paceline.replica.flat_state import FlatLayout, FlatState, is_averaged
 
 
 class ReduceBuffer:
@@ -43,7 +43,7 @@ class ReduceBuffer:
         """Take new memory, all zeros; a collective that was given up may still write into what there was."""
         layout, ranks, norms = self._layout, self._ranks, self._norms
         # One vector for each dtype: parameters, then floating-point running buffers, then the table.
-        blocks = (*layout.parameters, *(b for b in layout.buffers if b.dtype.is_floating_point))
+        blocks = (*layout.parameters, *(b for b in layout.buffers if is_averaged(b.dtype)))
         sizes: dict[torch.dtype, int] = {}
         starts = []
         for block in blocks:
@@ -51,7 +51,7 @@ class ReduceBuffer:
             sizes[block.dtype] = starts[-1] + block.elements
         table_dtype = next((dtype for dtype in (torch.float64, torch.float32) if dtype in sizes), torch.float64)
         table_start = sizes.get(table_dtype, 0)
-        counters = DIGITS * sum(b.elements for b in layout.buffers if not b.dtype.is_floating_point)
+        counters = DIGITS * sum(b.elements for b in layout.buffers if not is_averaged(b.dtype))
         fields = FIELDS + NORMS * norms
         apart = self._device not in (None, CPU)
         counters_start = table_start + (0 if apart else ranks * fields)
@@ -71,12 +71,12 @@ class ReduceBuffer:
         self._floats = self._sums[len(layout.parameters) :]
         floats = iter(self._floats)
         buffers = [
-            next(floats) if b.dtype.is_floating_point else torch.zeros(b.elements, dtype=b.dtype, device=self._device)
+            next(floats) if is_averaged(b.dtype) else torch.zeros(b.elements, dtype=b.dtype, device=self._device)
             for b in layout.buffers
         ]
         self.state = FlatState(layout, self._sums[: len(layout.parameters)], buffers)
         """Views of the buffer: Δ is written here, and Σ weight·Δ is here afterwards."""
-        self._counters = [b for b in buffers if not b.is_floating_point()]
+        self._counters = [b for b in buffers if not is_averaged(b.dtype)]
         self._parameters = {block.dtype: block.elements for block in layout.parameters}
 
     def cut(self, slices: Sequence[slice]) -> list[Tensor]:
@@ -130,6 +130,6 @@ class ReduceBuffer:
                 counter.copy_(value)
 
     def copy_running_buffers(self, state: FlatState) -> None:
-        """Write the reduced running buffers into A; integer ones never decrease."""
+        """Write the reduced running buffers into A; integer ones of several replicas never decrease."""
         for own, reduced in zip(state.buffers, self.state.buffers, strict=True):
-            own.copy_(reduced if own.is_floating_point() else torch.maximum(own, reduced))
+            own.copy_(reduced if is_averaged(own.dtype) or self._ranks == 1 else torch.maximum(own, reduced))

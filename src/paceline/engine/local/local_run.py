@@ -86,7 +86,9 @@ class LocalRun:
         noise = NoiseAccumulator(context.reference_batch) if job.noise_scale else None
         estimator = NoiseEstimator(noise, late=place != CPU) if noise else None
         self._optimizer = optimizer = (
-            ServerOptimizer(job.program, context.policy, state, estimator) if context.delta_slots else None
+            ServerOptimizer(job.program, context.policy, state, estimator, alone=context.alone)
+            if context.delta_slots
+            else None
         )
         vectors = optimizer.flat_optimizer.state_count if optimizer else 0
         self._arena = ParameterArena(ArenaLayout.of(context, state.layout, vectors))

@@ -144,10 +144,10 @@ class ServerExecutor:
         """Of this one."""
         if share.servers > 1:
             self.owner = ServerOptimizer(
-                program, policy, self.part.of(state).clone(), part=self.part, summed=share.summed
+                program, policy, self.part.of(state).clone(), part=self.part, summed=share.summed, alone=context.alone
             )
         else:
-            self.owner = ServerOptimizer(program, policy, state)
+            self.owner = ServerOptimizer(program, policy, state, alone=context.alone)
         """A and its optimizer; the vectors of an A are never written again."""
         self._vectors = len(state.vectors)
         self.statistics = DeltaStatistics(context.policy, self.owner)

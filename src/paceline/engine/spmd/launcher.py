@@ -127,9 +127,12 @@ def run_ranks(
                         ranks.limit(END_S)
                     case ("done",):
                         with contextlib.closing(SharedObject(fds[0])) as shared:
-                            state, history, account, spans = unpack(shared)
+                            state, others, history, account, spans = unpack(shared)
                         model = job.program.build()
                         model.load_state_dict(state)
+                        for name, buffer in model.named_buffers():
+                            if name in others:
+                                buffer.copy_(others[name])
                         outcome = Outcome(state, model, history, account, spans)
             # Before training, SIGINT would end a rank instead of the run: it installs its handler with the engine.
             if training and interrupts.count > forwarded:
@@ -210,7 +213,9 @@ def rank_main(args: dict[str, Any], fds: Sequence[int]) -> None:
             finally:
                 dist.destroy_process_group()
             if rank == 0:
-                result = (dict(outcome.state), list(outcome.history), outcome.account, list(outcome.spans))
+                state = dict(outcome.state)
+                others = {name: buffer for name, buffer in outcome.model.named_buffers() if name not in state}
+                result = (state, others, list(outcome.history), outcome.account, list(outcome.spans))
                 socket.send_fds(link, [pickle.dumps(("done",))], [share(result, SpillAllocator()).fd])
         except BaseException as error:
             with contextlib.suppress(OSError):  # main has ended, or has closed its end

@@ -169,7 +169,7 @@ class ProcessGroupP2P(P2P):
             self._communicator.traffic.sent_bytes += tensor.nbytes * len(ranks)
 
     def irecv(self, shape: Sequence[int], dtype: torch.dtype, source: int, description: str) -> Callable[[], Tensor]:
-        buffer = torch.empty(*shape, dtype=dtype, device=self._communicator.device)
+        buffer = torch.empty(tuple(shape), dtype=dtype, device=self._communicator.device)
         group = self._backward if source > self._column else self._forward
         work = group.recv([_real(buffer)], self._sources[source], 0) if buffer.numel() else None
 

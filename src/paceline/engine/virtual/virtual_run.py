@@ -65,7 +65,12 @@ class VirtualRun:
         noise = NoiseAccumulator(context.reference_batch) if job.noise_scale else None
         self._estimator = NoiseEstimator(noise, late=context.reads_late) if noise else None
         self._optimizer = ServerOptimizer(
-            job.program, context.policy, state, self._estimator, own_steps=lambda: context.own_steps
+            job.program,
+            context.policy,
+            state,
+            self._estimator,
+            own_steps=lambda: context.own_steps,
+            alone=context.alone,
         )
         self._observer = DeltaStatistics(context.policy, self._optimizer)
         digest = state.digest()
