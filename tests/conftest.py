@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import re
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,11 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what is left to `make test-all`, leave other shards of that out, and order the files."""
-    number, count = map(int, config.getoption("--shard").split("/"))
+    text = config.getoption("--shard")
+    shard = re.fullmatch(r"(\d+)/(\d+)", text)
+    number, count = map(int, shard.groups()) if shard else (0, 0)
     if not 1 <= number <= count:
-        raise pytest.UsageError(f"--shard={number}/{count}: write 1/{count} to {count}/{count}")
+        raise pytest.UsageError(f"--shard={text}: write K/N, the K-th of N shards, 2/4 for instance")
     seen, others = set[str](), set[pytest.Item]()
     for item in items:
         if thorough.is_thorough(item.nodeid, seen):

@@ -30,8 +30,9 @@ def test_shards_keep_together_what_shares_fixtures() -> None:
     assert {shard_of(name, 1) for name in names} == {1}
 
 
-def test_a_shard_that_there_is_not_is_refused() -> None:
-    words = [sys.executable, "-m", "pytest", "--collect-only", "--shard=5/4", __file__]
+@pytest.mark.parametrize("shard", ["5/4", "0/4", "two"])
+def test_a_shard_that_there_is_not_is_refused(shard: str) -> None:
+    words = [sys.executable, "-m", "pytest", "--collect-only", f"--shard={shard}", __file__]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "--shard=5/4: write 1/4 to 4/4" in done.stderr
+    assert f"--shard={shard}: write K/N" in done.stderr

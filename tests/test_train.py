@@ -178,10 +178,18 @@ class Triples(Broken):
 class Clamped(nn.Linear):
     """Writes its own parameter as it is used."""
 
+    bound = 0.1
+
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            self.weight.clamp_(-0.1, 0.1)
+            self.weight.clamp_(-self.bound, self.bound)
         return super().forward(x)
+
+
+class ClampedLater(Clamped):
+    """Writes its weight from the first batch on, and changes it later."""
+
+    bound = 100.0
 
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -209,6 +217,7 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1)
             {"model": lambda: Clamped(6, 3).double()},
             "writes its parameter weight in forward or backward .* write aggregation=local-steps:period=1",
         ),
+        ({"model": lambda: ClampedLater(6, 3).double()}, "writes its parameter weight in forward or backward"),
         ({"model": Wrong}, "the loss does not depend on any parameter"),
         ({"model": unfrozen}, "the loss does not depend on any parameter"),
         ({"loss": lambda o, t: nn.functional.cross_entropy(o, t, reduction="none")}, r"shape \(4,\), not a scalar"),

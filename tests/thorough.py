@@ -25,6 +25,8 @@ KILLS = "kills, hangs and failures at many moments; `make test` keeps the first 
 BENCHMARK = "a benchmark in small, in processes of its own"
 PUBLISHED = "predicts published rows at 83 rates"
 PLANNER = "profiles programs on idle cores, or tries planning problems in full"
+CASES = "the same claim over many cases; `make test` keeps the first"
+LARGE = "large inputs, or several runs, which take seconds"
 COMMANDS = "whole commands in processes of their own; `make test` keeps the first"
 
 RULES = (
@@ -575,22 +577,22 @@ TABLE: tuple[Thorough, ...] = (
     ),
     Thorough(
         "tests/aggregation/test_state_codec.py::test_every_state_of_a_run_is_the_same_afterwards",
-        PARITY,
+        CASES,
         but_first=True,
     ),
     Thorough(
         "tests/replica/test_short_steps.py::test_graphs_have_the_bits_of_steps_as_they_are", PARITY, but_first=True
     ),
     Thorough("tests/replica/test_short_steps.py::test_workers_have_graphs_of_what_is_pure", PARITY, but_first=True),
-    Thorough("tests/replica/test_capture.py::test_each_node_belongs_to_a_module_of_the_model", PARITY, but_first=True),
-    Thorough("tests/replica/test_capture.py::test_capturing_leaves_no_trace", PARITY, but_first=True),
+    Thorough("tests/replica/test_capture.py::test_each_node_belongs_to_a_module_of_the_model", CASES, but_first=True),
+    Thorough("tests/replica/test_capture.py::test_capturing_leaves_no_trace", CASES, but_first=True),
     Thorough(
         "tests/engine/ray/test_server_state.py::test_the_same_events_make_the_same_state_also_from_a_copy",
-        PARITY,
+        CASES,
         but_first=True,
     ),
-    Thorough("tests/replica/tensor/test_plan_search.py::test_random_graphs", PARITY, but_first=True),
-    Thorough("tests/replica/pipeline/test_costs.py::test_measuring_leaves_no_trace", PARITY, but_first=True),
+    Thorough("tests/replica/tensor/test_plan_search.py::test_random_graphs", CASES, but_first=True),
+    Thorough("tests/replica/pipeline/test_costs.py::test_measuring_leaves_no_trace", CASES, but_first=True),
     Thorough(
         "tests/engine/local/test_own_states.py::test_what_replicas_go_on_with_is_what_they_had", PARITY, but_first=True
     ),
@@ -601,22 +603,22 @@ TABLE: tuple[Thorough, ...] = (
     ),
     Thorough(
         "tests/schedule/test_identities.py::test_plans_of_uneven_stages_that_wait_for_each_other_are_exact",
-        PARITY,
+        CASES,
         but_first=True,
     ),
-    Thorough("tests/schedule/test_identities.py::test_plans_of_uneven_stages_are_a_little_off", PARITY, but_first=True),
-    Thorough("tests/schedule/test_dependencies.py::test_nothing_begins_later_than_in_a_chain", PARITY, but_first=True),
-    Thorough("tests/checkpoint/test_writer.py::test_every_dtype_comes_back", PARITY, but_first=True),
+    Thorough("tests/schedule/test_identities.py::test_plans_of_uneven_stages_are_a_little_off", CASES, but_first=True),
+    Thorough("tests/schedule/test_dependencies.py::test_nothing_begins_later_than_in_a_chain", CASES, but_first=True),
+    Thorough("tests/checkpoint/test_writer.py::test_every_dtype_comes_back", CASES, but_first=True),
     Thorough("tests/accelerator/test_engines.py::test_one_process", PARITY, but_first=True),
     Thorough("tests/engine/test_virtual_loops.py::test_a_loop_trains_as_train_does", PARITY, but_first=True),
     Thorough(
         "tests/replica/tensor/test_rules_normalisation.py::test_a_norm_over_divided_channels_sends_a_few_numbers_a_row",
-        PARITY,
+        CASES,
         but_first=True,
     ),
     Thorough("tests/replica/test_iterables.py::test_a_run_is_that_of_the_function", PARITY, but_first=True),
     Thorough("tests/replica/test_optimizer_state.py::test_its_steps_are_the_same_bits", PARITY, but_first=True),
-    Thorough("tests/replica/tensor/test_elimination.py::test_none_cost_less", PARITY, but_first=True),
+    Thorough("tests/replica/tensor/test_elimination.py::test_none_cost_less", CASES, but_first=True),
     Thorough(
         "tests/comm/shm/test_collectives.py::test_several_groups_interleaved_in_other_orders", PARITY, but_first=True
     ),
@@ -627,33 +629,33 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/replica/tensor/test_float_targets.py::test_shards_are_the_model", PARITY, but_first=True),
     Thorough("tests/replica/pipeline/test_pipelined.py::test_what_is_made_again_is_the_same", PARITY, but_first=True),
     Thorough("tests/test_loaders.py::test_a_run_is_that_of_its_data_set", PARITY, but_first=True),
-    Thorough("tests/replica/tensor/test_sharding_plan.py::test_none_is_cheaper", PARITY, but_first=True),
+    Thorough("tests/replica/tensor/test_sharding_plan.py::test_none_is_cheaper", CASES, but_first=True),
     Thorough(
         "tests/replica/tensor/test_redistribute.py::test_value_gradient_and_collectives_are_those_of_the_table",
-        PARITY,
+        CASES,
         but_first=True,
     ),
     Thorough(
-        "tests/replica/tensor/test_rules_losses.py::test_a_classifier_never_gathers_its_logits", PARITY, but_first=True
+        "tests/replica/tensor/test_rules_losses.py::test_a_classifier_never_gathers_its_logits", CASES, but_first=True
     ),
     Thorough("tests/replica/tensor/test_models.py::test_a_batch_may_have_another_size", PARITY, but_first=True),
-    Thorough("tests/engine/local/test_local_timers.py::test_a_late_replica_holds_nobody_up", PARITY, but_first=True),
+    Thorough("tests/engine/local/test_local_timers.py::test_a_late_replica_holds_nobody_up", CASES, but_first=True),
     Thorough("tests/engine/test_fragments.py::test_an_overlap_equals_a_plain_loop", PARITY, but_first=True),
     Thorough("tests/comm/shm/test_drop_in.py::test_pipelines", PARITY, but_first=True),
     Thorough(
         "tests/engine/local/test_start.py::test_main_captures_a_model_for_all_its_workers", PARITY, but_first=True
     ),
     Thorough(
-        "tests/parameter_scheduling/test_lasso.py::test_the_optimum_is_that_of_scikit_learn", PARITY, but_first=True
+        "tests/parameter_scheduling/test_lasso.py::test_the_optimum_is_that_of_scikit_learn", CASES, but_first=True
     ),
     Thorough(
         "tests/parameter_scheduling/test_lasso.py::test_correlated_columns_at_once_diverge_and_the_check_prevents_it",
-        PARITY,
+        CASES,
         but_first=True,
     ),
     Thorough("tests/engine/local/test_start.py::test_progress_says_that_a_new_fork_server_imports", COMMANDS),
     Thorough("tests/engine/local/test_local_resources.py::test_a_comparison_has_one_fork_server", COMMANDS),
-    Thorough("tests/comm/test_linux.py::test_what_was_freed_can_be_given_back", COMMANDS),
+    Thorough("tests/comm/test_linux.py::test_what_was_freed_can_be_given_back", LARGE),
     Thorough("tests/checkpoint/test_fingerprint.py::test_another_process_has_the_same", COMMANDS),
     Thorough("tests/engine/local/test_local_resources.py::test_an_engine_by_name_is_closed_after_the_run", COMMANDS),
     Thorough("tests/engine/serving/test_serving_page.py::test_the_command_serves", COMMANDS),
@@ -667,8 +669,8 @@ TABLE: tuple[Thorough, ...] = (
         "tests/engine/local/test_replica_group.py::test_own_steps_of_shards_clip_by_the_norm_of_the_whole", PARITY
     ),
     Thorough("tests/engine/test_tensor_parity.py::test_what_the_shards_send_is_in_the_trace", PARITY),
-    Thorough("tests/test_predict.py::test_another_form_of_input_is_captured_anew", PARITY),
-    Thorough("tests/replica/pipeline/test_cut.py::test_wherever_they_are_cut", PARITY),
+    Thorough("tests/test_predict.py::test_another_form_of_input_is_captured_anew", LARGE),
+    Thorough("tests/replica/pipeline/test_cut.py::test_wherever_they_are_cut", LARGE),
     Thorough("tests/planner/test_servers.py::test_terms_add_up_and_are_not_negative", PLANNER),
     Thorough("tests/planner/test_lower_bounds.py::test_nothing_is_below_its_bounds", PLANNER),
     Thorough("tests/planner/test_event_simulation.py::test_as_action_by_action", PLANNER),
@@ -686,11 +688,11 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/planner/test_policies.py::test_k_batch_sync", STATISTICS),
     Thorough("tests/planner/test_stage_division.py::test_a_micro_batch_takes_the_longest_round_trip", PLANNER),
     Thorough("tests/planner/test_explain.py::test_what_it_takes_when_nothing_fits_is_the_least", PLANNER),
-    Thorough("tests/report/test_page.py::test_many_workers_and_long_tails_stay_small", PARITY),
-    Thorough("tests/trace/test_picture.py::test_many_spans_stay_small", PARITY),
-    Thorough("tests/engine/serving/test_serving.py::test_what_a_loader_draws_is_what_it_drew_before", PARITY),
-    Thorough("tests/engine/local/test_own_states.py::test_they_move_between_engines", PARITY),
-    Thorough("tests/engine/test_batch_dispatcher.py::test_an_epoch_is_exact_whoever_dies", KILLS),
+    Thorough("tests/report/test_page.py::test_many_workers_and_long_tails_stay_small", LARGE),
+    Thorough("tests/trace/test_picture.py::test_many_spans_stay_small", LARGE),
+    Thorough("tests/engine/serving/test_serving.py::test_what_a_loader_draws_is_what_it_drew_before", LARGE),
+    Thorough("tests/engine/local/test_own_states.py::test_they_move_between_engines", LARGE),
+    Thorough("tests/engine/test_batch_dispatcher.py::test_an_epoch_is_exact_whoever_dies", LARGE),
     *(Thorough(f"tests/comm/test_compression.py::test_{name}", PARITY, but="P=2*") for name in COMPRESSED),
     *(Thorough(f"tests/replica/tensor/test_rules_{name}.py::test_every_way", PARITY, but_first=True) for name in RULES),
 )

@@ -14,7 +14,12 @@ from paceline.engine.local.engine import LocalEngine
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 BATCH, STEPS = 8, 12
-PARTS = ["replicas=1", "replicas=1 stages=2 micro_batches=1", "replicas=1 shards=2"]
+RUNS = [
+    ("virtual", "replicas=1"),
+    ("local", "replicas=1"),
+    ("local", "stages=2 micro_batches=1"),
+    ("local", "shards=2"),
+]
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -106,10 +111,11 @@ def plain(kind: type[Writes]) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("strategy", ["virtual", *PARTS])
-def test_they_are_a_plain_loops(engine: LocalEngine, kind: type[Writes], strategy: str) -> None:
-    of, where = ("replicas=1", "virtual") if strategy == "virtual" else (strategy, engine)
-    run = train(program(kind), of, engine=where, steps=STEPS, progress=False)
+@pytest.mark.parametrize(("which", "strategy"), RUNS)
+def test_they_are_a_plain_loops(
+    engines: dict[str, str | LocalEngine], kind: type[Writes], which: str, strategy: str
+) -> None:
+    run = train(program(kind), strategy, engine=engines[which], steps=STEPS, progress=False)
     expected, found = plain(kind), run.model
     torch.testing.assert_close(found.get_buffer("seen"), expected.get_buffer("seen"), rtol=1e-5, atol=1e-6)
     for name, parameter in expected.named_parameters():  # float32, whose sums may be in another order

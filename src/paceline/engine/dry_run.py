@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -85,10 +85,8 @@ def _step(program: Program, batch: Batch | None) -> DryRun:
                 f"{lazy[0]} has no shape before a first forward pass; give the layer its sizes, nn.Linear(in, out) for "
                 "instance, or let model() call the module once"
             )
-        # Digests instead of copies: a model may fill most of the memory.
-        buffers = {name: digest([buffer]) for name, buffer in module.named_buffers()}
-        versions = _versions(module)
-        parameters = {name: digest([p]) for name, p in module.named_parameters() if p.requires_grad}
+        buffers = {name: _Seen.of(buffer) for name, buffer in module.named_buffers()}
+        parameters = {name: _Seen.of(p) for name, p in module.named_parameters() if p.requires_grad}
         fields = fingerprint(program, module)
         if isinstance(program.optimizer, Mapping):
             program = replace(program, optimizer=OptimizerOfParts.of(program.optimizer, module))
@@ -110,7 +108,7 @@ def _step(program: Program, batch: Batch | None) -> DryRun:
     return DryRun(
         metrics,
         # What a loop's own step writes is not known: any of them.
-        tuple(buffers) if batch is None else _written(module, buffers, versions),
+        tuple(buffers) if batch is None else _changed(module.named_buffers(), buffers),
         written,
         None if rate is None else float(rate),
         isinstance(optimizer, LossOptimizer),
@@ -188,25 +186,27 @@ def _backward(module: nn.Module, loss: Tensor) -> None:
         raise InputError(NO_PARAMETER)
 
 
-def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return which tensor each buffer is, and how often that was written."""
-    return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}
+class _Seen(NamedTuple):
+    """A tensor before the step: a digest instead of a copy, since a model may fill most of the memory."""
+
+    tensor: Tensor
+    version: int
+    """Counts writes, also those that leave the values, but not those to ``.data``, which the digest tells."""
+    digest: str
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Seen":
+        return cls(tensor, tensor._version, digest([tensor]))
 
 
-def _written(module: nn.Module, before: Mapping[str, str], versions: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the buffers that were written, also where they have the values of before.
+def _changed(tensors: Iterable[tuple[str, Tensor]], before: Mapping[str, _Seen]) -> tuple[str, ...]:
+    """Return the names of those that were written, or that others have taken the place of."""
 
-    Args:
-        module: has made the step.
-        before: digest of each buffer before it.
-        versions: :func:`_versions` before it.
-    """
-    changed, after = {*_changed(module.named_buffers(), before)}, _versions(module)
-    return tuple(name for name in after if name in changed or after[name] != versions.get(name))
+    def changed(tensor: Tensor, seen: _Seen) -> bool:
+        same = tensor is seen.tensor and tensor._version == seen.version
+        return not same or digest([tensor]) != seen.digest
 
-
-def _changed(tensors: Iterable[tuple[str, Tensor]], before: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(name for name, tensor in tensors if name in before and digest([tensor]) != before[name])
+    return tuple(name for name, tensor in tensors if name in before and changed(tensor, before[name]))
 
 
 def _metrics(program: Program, output: Tree, target: Tree) -> Mapping[str, Callable[[Tree, Tree], Any]]:

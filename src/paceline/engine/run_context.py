@@ -167,7 +167,7 @@ class RunContext:
         return 0 if isinstance(self.delta, InPlace) else self.policy.slots(self.replicas)
 
     @property
-    def alone(self) -> bool:
+    def one_replica(self) -> bool:
         """Return whether all Δs are of one replica, each computed from the newest A."""
         return self.job.strategy.replicas == 1 and not self.job.strategy.pull_ahead
 

@@ -92,7 +92,7 @@ class ServerOptimizer:
         summed: returns the sums, over all servers, of numbers that each has of its slice.
         own_steps: returns whether loops may compute gradients themselves, so that what their optimizers say is to be
             read; on a device the host waits for that.
-        alone: whether all Δs are of one replica, each computed from the newest A.
+        one_replica: whether all Δs are of one replica, each computed from the newest A.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class ServerOptimizer:
         part: FlatSlice | None = None,
         summed: Summed = list,
         own_steps: Callable[[], bool] = lambda: True,
-        alone: bool = False,
+        one_replica: bool = False,
     ) -> None:
         self.state, self.part, self.summed, self._own_steps = state, part, summed, own_steps
-        self._alone = alone
+        self._one_replica = one_replica
         self._distance = isinstance(policy.delta, Distance) and subtracts
         self._moves = isinstance(policy.delta, (Change, Distance))
         combined = combined or state.empty_like()
@@ -263,7 +263,7 @@ class ServerOptimizer:
     def _write_buffers(self, deltas: Weighted, destination: FlatState) -> None:
         if not destination.buffers:
             return
-        buffers = _BufferMean(self.state, alone=self._alone)
+        buffers = _BufferMean(self.state, one_replica=self._one_replica)
         for delta, weight in deltas:
             buffers.add(delta, weight)
         self._finish_buffers(buffers, destination)
@@ -282,7 +282,7 @@ class ServerOptimizer:
     def _combine(
         self, deltas: Iterable[tuple[FlatState, float]], destination: FlatState, slices: Sequence[slice] | None
     ) -> None:
-        buffers = _BufferMean(self.state, alone=self._alone)
+        buffers = _BufferMean(self.state, one_replica=self._one_replica)
         totals = self.combined if slices is None else [v[s] for v, s in zip(self.combined, slices, strict=True)]
         for j, (delta, weight) in enumerate(deltas):
             for i, total in enumerate(totals):
@@ -301,11 +301,11 @@ class _BufferMean:
 
     Args:
         state: A before.
-        alone: whether all Δs are of one replica that reads the newest A: its integers are those of the new A.
+        one_replica: whether all Δs are of one replica that reads the newest A: its integers are those of the new A.
     """
 
-    def __init__(self, state: FlatState, *, alone: bool) -> None:
-        self._before, self._alone = state.buffers, alone
+    def __init__(self, state: FlatState, *, one_replica: bool) -> None:
+        self._before, self._one_replica = state.buffers, one_replica
         self._sums = [torch.zeros_like(b) if is_averaged(b.dtype) else b.clone() for b in state.buffers]
         self._weight = 0.0
 
@@ -314,7 +314,7 @@ class _BufferMean:
         for total, buffer in zip(self._sums, delta.buffers, strict=True):
             if is_averaged(total.dtype):
                 total.add_(buffer, alpha=weight)
-            elif self._alone:
+            elif self._one_replica:
                 total.copy_(buffer)
             else:
                 torch.maximum(total, buffer, out=total)

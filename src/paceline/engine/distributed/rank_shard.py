@@ -230,7 +230,7 @@ class WholeModelShard(RankShard):
             subtracts=False,
             combined=combined,
             own_steps=lambda: context.own_steps,
-            alone=context.alone,
+            one_replica=context.one_replica,
         )
         if communicator is None or strategy.compression == "none":
             return ReplicatedUpdate(self.reduce_buffer, owner)

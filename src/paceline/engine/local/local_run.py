@@ -86,7 +86,7 @@ class LocalRun:
         noise = NoiseAccumulator(context.reference_batch) if job.noise_scale else None
         estimator = NoiseEstimator(noise, late=place != CPU) if noise else None
         self._optimizer = optimizer = (
-            ServerOptimizer(job.program, context.policy, state, estimator, alone=context.alone)
+            ServerOptimizer(job.program, context.policy, state, estimator, one_replica=context.one_replica)
             if context.delta_slots
             else None
         )

@@ -144,10 +144,15 @@ class ServerExecutor:
         """Of this one."""
         if share.servers > 1:
             self.owner = ServerOptimizer(
-                program, policy, self.part.of(state).clone(), part=self.part, summed=share.summed, alone=context.alone
+                program,
+                policy,
+                self.part.of(state).clone(),
+                part=self.part,
+                summed=share.summed,
+                one_replica=context.one_replica,
             )
         else:
-            self.owner = ServerOptimizer(program, policy, state, alone=context.alone)
+            self.owner = ServerOptimizer(program, policy, state, one_replica=context.one_replica)
         """A and its optimizer; the vectors of an A are never written again."""
         self._vectors = len(state.vectors)
         self.statistics = DeltaStatistics(context.policy, self.owner)

@@ -130,9 +130,8 @@ def run_ranks(
                             state, others, history, account, spans = unpack(shared)
                         model = job.program.build()
                         model.load_state_dict(state)
-                        for name, buffer in model.named_buffers():
-                            if name in others:
-                                buffer.copy_(others[name])
+                        for name, buffer in others.items():
+                            model.get_buffer(name).copy_(buffer)
                         outcome = Outcome(state, model, history, account, spans)
             # Before training, SIGINT would end a rank instead of the run: it installs its handler with the engine.
             if training and interrupts.count > forwarded:
@@ -214,7 +213,8 @@ def rank_main(args: dict[str, Any], fds: Sequence[int]) -> None:
                 dist.destroy_process_group()
             if rank == 0:
                 state = dict(outcome.state)
-                others = {name: buffer for name, buffer in outcome.model.named_buffers() if name not in state}
+                written = {*job.running_buffers} - state.keys()  # persistent=False
+                others = {name: buffer for name, buffer in outcome.model.named_buffers() if name in written}
                 result = (state, others, list(outcome.history), outcome.account, list(outcome.spans))
                 socket.send_fds(link, [pickle.dumps(("done",))], [share(result, SpillAllocator()).fd])
         except BaseException as error:

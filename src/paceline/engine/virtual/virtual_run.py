@@ -70,7 +70,7 @@ class VirtualRun:
             state,
             self._estimator,
             own_steps=lambda: context.own_steps,
-            alone=context.alone,
+            one_replica=context.one_replica,
         )
         self._observer = DeltaStatistics(context.policy, self._optimizer)
         digest = state.digest()
