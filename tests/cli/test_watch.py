@@ -88,7 +88,7 @@ def test_a_wrong_address_is_refused(file: ProgressFile, tmp_path: Path) -> None:
     with serving(tmp_path / "run") as viewer:
         port, token = viewer.server.server_port, viewer.server.token
         assert len(token) >= 32
-        for path in ("/", f"/{token[:-1]}x/", "/wrong/data", f"/wrong/{token}/"):
+        for path in ("/", f"/{token[:-1]}/", f"/{token}x/", "/wrong/data", f"/wrong/{token}/"):
             status, text, _ = viewer.get(path)
             assert (status, token in text) == (403, False), path
         assert viewer.get(f"/{token}/", host=f"example.org:{port}")[0] == 403, "another site's name"
