@@ -126,11 +126,7 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/engine/local/test_local_hangs.py::test_others_make_all_their_steps_first", KILLS),
     Thorough("tests/engine/local/test_local_hangs.py::test_a_scorer_that_says_nothing_is_replaced", KILLS),
     Thorough("tests/engine/local/test_local_hangs.py::test_one_that_hangs_in_its_own_code_too", KILLS),
-    Thorough(
-        "tests/engine/test_distributed_served.py::test_or_its_replica_leaves_and_the_others_go_on",
-        KILLS,
-        but_first=True,
-    ),
+    Thorough("tests/engine/test_distributed_served.py::test_or_its_replica_leaves_and_the_others_go_on", KILLS),
     Thorough("tests/engine/test_distributed_served.py::test_over_replicas_of_several_workers", PARITY),
     Thorough("tests/cli/test_watch.py::test_the_page_grows_with_the_run", COMMANDS),
     Thorough("tests/cli/test_watch.py::test_the_command_serves_until_ctrl_c", COMMANDS),
@@ -200,7 +196,7 @@ TABLE: tuple[Thorough, ...] = (
     Thorough(
         "tests/callbacks/test_engines.py::test_what_a_callback_raises_ends_the_run_and_names_it", KILLS, but_first=True
     ),
-    Thorough("tests/report/test_page.py::test_whatever_is_missing_is_left_out", PARITY, but_first=True),
+    Thorough("tests/report/test_page.py::test_whatever_is_missing_is_left_out", PARITY),
     Thorough("tests/benchmarks/test_gpu.py::test_a_row_in_small", BENCHMARK),
     Thorough("tests/benchmarks/test_gpu.py::test_torchs_sides_have_one_rank_where_two_would_share_a_device", BENCHMARK),
     Thorough("tests/benchmarks/test_gpu.py::test_a_side_that_does_less_is_refused", BENCHMARK),
@@ -275,7 +271,6 @@ TABLE: tuple[Thorough, ...] = (
     Thorough(
         "tests/engine/test_distributed_survivors.py::test_a_rank_that_is_started_again_joins_where_the_others_are",
         KILLS,
-        but_first=True,
     ),
     Thorough(
         "tests/engine/test_distributed_survivors.py::test_one_that_would_do_another_job_does_not_join_and_the_others_go_on",
@@ -292,15 +287,13 @@ TABLE: tuple[Thorough, ...] = (
     Thorough(
         "tests/engine/local/test_elastic.py::test_an_epoch_is_exact_while_replicas_come_and_go", KILLS, but_first=True
     ),
-    Thorough("tests/engine/local/test_elastic.py::test_an_epoch_is_exact_though_replicas_die", KILLS, but_first=True),
-    Thorough("tests/engine/local/test_elastic.py::test_an_epoch_is_exact_over_a_break", KILLS, but_first=True),
+    Thorough("tests/engine/local/test_elastic.py::test_an_epoch_is_exact_though_replicas_die", KILLS),
+    Thorough("tests/engine/local/test_elastic.py::test_an_epoch_is_exact_over_a_break", KILLS),
     Thorough("tests/engine/ray/test_ray_elastic.py", KILLS, but_first=True),
     Thorough("tests/engine/ray/test_ray_portions.py", PARITY),
     Thorough("tests/engine/ray/test_ray_pull_ahead.py", PARITY),
-    Thorough(
-        "tests/engine/local/test_local_portions.py::test_it_goes_on_in_the_middle_of_a_search", PARITY, but_first=True
-    ),
-    Thorough("tests/engine/local/test_local_portions.py::test_lbfgs_makes_torchs_steps", PARITY, but_first=True),
+    Thorough("tests/engine/local/test_local_portions.py::test_it_goes_on_in_the_middle_of_a_search", PARITY),
+    Thorough("tests/engine/local/test_local_portions.py::test_lbfgs_makes_torchs_steps", PARITY),
     Thorough("tests/engine/local/test_local_portions.py::test_it_does_over_synchronous_replicas", PARITY),
     Thorough(
         "tests/engine/local/test_local_portions.py::test_they_are_a_round_of_as_many_replicas", PARITY, but_first=True
@@ -312,14 +305,10 @@ TABLE: tuple[Thorough, ...] = (
     ),
     Thorough("tests/engine/local/test_local_checkpoints.py::test_updates_wait_for_a_copy_under_way", PARITY),
     Thorough("tests/comm/test_hierarchical.py::test_two_hosts_of_two_ranks", PARITY),
-    Thorough("tests/engine/local/test_on_death.py::test_an_exception_is_a_death_where_asked", KILLS, but_first=True),
+    Thorough("tests/engine/local/test_on_death.py::test_an_exception_is_a_death_where_asked", KILLS),
     Thorough("tests/engine/test_distributed_served.py::test_so_does_one_that_is_stopped", KILLS),
     Thorough("tests/cli/test_scale.py::test_a_run_is_scaled_up_and_down", COMMANDS),
-    Thorough(
-        "tests/engine/local/test_own_states.py::test_a_run_that_was_cut_ends_as_one_that_was_not",
-        PARITY,
-        but_first=True,
-    ),
+    Thorough("tests/engine/local/test_own_states.py::test_a_run_that_was_cut_ends_as_one_that_was_not", PARITY),
     Thorough(
         "tests/checkpoint/test_writer.py::test_killed_at_any_time_while_the_same_name_is_written_again",
         KILLS,
@@ -375,7 +364,7 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/replica/tensor/test_vision_models.py", PARITY),
     Thorough("tests/test_readme.py::test_a_policy_of_a_programs_own_file_has_its_name_on_the_command_line", COMMANDS),
     Thorough("tests/cli/test_train.py::test_show_mesh_refuses_what_can_not_be_trained", COMMANDS),
-    Thorough("tests/comm/shm/test_collectives.py::test_tensors_around_the_stage_and_above", PARITY, but_first=True),
+    Thorough("tests/comm/shm/test_collectives.py::test_tensors_around_the_stage_and_above", PARITY),
     Thorough(
         "tests/comm/shm/test_collectives.py::test_combines_every_dtype_by_every_operation", PARITY, but_first=True
     ),
@@ -386,31 +375,25 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/engine/local/test_local_records.py::test_more_points_than_any_queue_holds", "600 evaluations"),
     Thorough("tests/engine/ray/test_ray_runs.py", "starts a Ray; `make test` trains on one once", but_first=True),
     Thorough("tests/engine/ray/test_ray_parity.py", PARITY, but_first=True),
-    Thorough("tests/replica/test_capture.py::test_sequences_may_be_of_another_length", PARITY, but_first=True),
+    Thorough("tests/replica/test_capture.py::test_sequences_may_be_of_another_length", PARITY),
     Thorough(
         "tests/replica/test_capture.py::test_a_graph_is_the_model_for_batches_of_any_size", PARITY, but_first=True
     ),
-    Thorough(
-        "tests/replica/test_capture.py::test_a_graph_captured_under_autocast_is_the_model_under_autocast",
-        PARITY,
-        but_first=True,
-    ),
+    Thorough("tests/replica/test_capture.py::test_a_graph_captured_under_autocast_is_the_model_under_autocast", PARITY),
     Thorough("tests/replica/test_capture.py::test_evaluation_is_a_graph_of_its_own", PARITY, but_first=True),
     Thorough(
         "tests/replica/pipeline/test_pipelined_models.py::test_five_steps_equal_one_process", PARITY, but_first=True
     ),
-    Thorough("tests/engine/test_virtual_checkpoints.py::test_under_any_policy", PARITY, but="one at a time-a*"),
-    Thorough(
-        "tests/engine/test_virtual_checkpoints.py::test_over_a_network_whose_hosts_come_and_go", PARITY, but_first=True
-    ),
+    Thorough("tests/engine/test_virtual_checkpoints.py::test_under_any_policy", PARITY, but_first=True),
+    Thorough("tests/engine/test_virtual_checkpoints.py::test_over_a_network_whose_hosts_come_and_go", PARITY),
     Thorough("tests/planner/test_policies.py::test_equations_are_what_is_simulated", STATISTICS, but_first=True),
-    Thorough("tests/planner/test_policies.py::test_synchronous", STATISTICS, but="exponential:*"),
+    Thorough("tests/planner/test_policies.py::test_synchronous", STATISTICS),
     Thorough("tests/planner/test_policies.py::test_k_sync", STATISTICS, but="exponential:*"),
-    Thorough("tests/planner/test_policies.py::test_k_async", STATISTICS, but="exponential:*"),
-    Thorough("tests/planner/test_policies.py::test_k_batch_async", STATISTICS, but="exponential:*"),
+    Thorough("tests/planner/test_policies.py::test_k_async", STATISTICS),
+    Thorough("tests/planner/test_policies.py::test_k_batch_async", STATISTICS),
     Thorough("tests/planner/test_policies.py::test_asynchronous", STATISTICS, but="exponential:*"),
-    Thorough("tests/planner/test_policies.py::test_backups", STATISTICS, but_first=True),
-    Thorough("tests/planner/test_policies.py::test_stale_synchronous_is_its_recurrence", STATISTICS, but_first=True),
+    Thorough("tests/planner/test_policies.py::test_backups", STATISTICS),
+    Thorough("tests/planner/test_policies.py::test_stale_synchronous_is_its_recurrence", STATISTICS),
     Thorough("tests/planner/test_answer.py::test_the_best_is_never_affected_and_all_stand_for_themselves", PLANNER),
     Thorough("tests/replica/pipeline/test_cut.py::test_parts_chained_are_the_model", PARITY, but_first=True),
     Thorough("tests/replica/pipeline/test_pipelined.py::test_five_steps_equal_one_process", PARITY, but_first=True),
@@ -438,7 +421,7 @@ TABLE: tuple[Thorough, ...] = (
         but_first=True,
     ),
     Thorough("tests/replica/tensor/test_models.py::test_shards_are_the_model", PARITY, but_first=True),
-    Thorough("tests/replica/tensor/test_branches.py::test_branches_are_the_model", PARITY, but="*-3"),
+    Thorough("tests/replica/tensor/test_branches.py::test_branches_are_the_model", PARITY, but_first=True),
     Thorough(
         "tests/replica/tensor/test_user_rules.py::test_an_operator_is_divided_as_asked_and_the_model_stays_the_same",
         PARITY,
@@ -489,16 +472,14 @@ TABLE: tuple[Thorough, ...] = (
         KILLS,
         but="virtual-*",
     ),
-    Thorough("tests/parameter_scheduling/test_lasso.py::test_processes_compute_the_same_bits", PARITY, but_first=True),
+    Thorough("tests/parameter_scheduling/test_lasso.py::test_processes_compute_the_same_bits", PARITY),
     Thorough("tests/integrations/test_integrations.py::test_trains_what_the_plain_script_trains", COMMANDS),
     Thorough("tests/integrations/test_integrations.py::test_fewer_batches_than_replicas_are_refused", COMMANDS),
     Thorough("tests/integrations/test_integrations.py::test_arguments_that_start_ddp_are_refused", COMMANDS),
     Thorough("tests/test_predict.py::test_the_command_reads_a_file_and_writes_one", COMMANDS),
     Thorough("tests/test_policy_page.py::test_the_program_without_a_model_runs", PROGRAMS),
     Thorough("tests/test_share_workers.py::test_a_killed_share_goes_on_as_if_it_had_not_been", KILLS, but="4"),
-    Thorough(
-        "tests/test_share_workers.py::test_a_signal_ends_it_also_while_jobs_that_had_slices_are_read", KILLS, but="1"
-    ),
+    Thorough("tests/test_share_workers.py::test_a_signal_ends_it_also_while_jobs_that_had_slices_are_read", KILLS),
     Thorough(
         "tests/test_predict.py::test_what_fails_in_a_worker_reaches_the_caller_and_leaves_nobody", KILLS, but="dies-*"
     ),
@@ -526,7 +507,7 @@ TABLE: tuple[Thorough, ...] = (
         but="*settings[013]*",
     ),
     Thorough("tests/callbacks/test_engines.py::test_local", PARITY, but_first=True),
-    Thorough("tests/replica/tensor/test_models.py::test_attention_is_divided_by_heads", PARITY, but="*-2"),
+    Thorough("tests/replica/tensor/test_models.py::test_attention_is_divided_by_heads", PARITY, but_first=True),
     Thorough("tests/replica/tensor/test_rules_losses.py::test_cross_entropy_of_classes", PARITY, but="*-3"),
     Thorough(
         "tests/replica/tensor/test_rules_losses.py::test_cross_entropy_of_classes_weighed_and_in_more_dims",
@@ -536,19 +517,16 @@ TABLE: tuple[Thorough, ...] = (
     Thorough(
         "tests/replica/tensor/test_functionalize.py::test_a_residual_network_is_divided_as_if_nothing_were_in_place",
         PARITY,
-        but="3",
     ),
     Thorough("tests/engine/local/test_own_states.py::test_however_a_replica_is_cut", KILLS),
     Thorough("tests/planner/test_servers.py::test_servers_compete_with_all_reduce_where_replicas_are_late", PLANNER),
     Thorough(
         "tests/engine/test_noise_scale.py::test_a_known_covariance_is_found_within_five_percent",
         STATISTICS,
-        but="replicas=[24]*4",
+        but_first=True,
     ),
     Thorough(
-        "tests/engine/test_noise_scale.py::test_gradients_of_different_versions_are_told_to_be_biased",
-        STATISTICS,
-        but="replicas=2 *",
+        "tests/engine/test_noise_scale.py::test_gradients_of_different_versions_are_told_to_be_biased", STATISTICS
     ),
     Thorough(
         "tests/benchmarks/test_scheduling.py::test_jobs_that_learn_at_different_speeds_gain_from_unequal_turns",
@@ -561,20 +539,14 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/comm/shm/test_drop_in.py::test_four_ranks_but_for_the_order_of_sums", PARITY, but="*d-args[02]"),
     Thorough("tests/accelerator/test_engines.py::test_no_step_waits_for_the_device", PARITY),
     Thorough("tests/cli/test_watch.py::test_a_run_is_shown_from_its_start_to_its_end", PARITY),
-    Thorough(
-        "tests/parameter_scheduling/test_matrix_factorization.py::test_processes_compute_the_same_bits",
-        PARITY,
-        but_first=True,
-    ),
-    Thorough("tests/engine/test_tensor_loose.py::test_equals_one_process", PARITY, but="[ac]*"),
+    Thorough("tests/parameter_scheduling/test_matrix_factorization.py::test_processes_compute_the_same_bits", PARITY),
+    Thorough("tests/engine/test_tensor_loose.py::test_equals_one_process", PARITY, but_first=True),
     Thorough(
         "tests/engine/local/test_replica_group.py::test_one_replica_on_its_own_is_one_process",
         PARITY,
         but="stages=2 shards=2 *",
     ),
-    Thorough(
-        "tests/engine/local/test_start.py::test_one_rank_captures_a_model_where_main_does_not", PARITY, but_first=True
-    ),
+    Thorough("tests/engine/local/test_start.py::test_one_rank_captures_a_model_where_main_does_not", PARITY),
     Thorough(
         "tests/aggregation/test_state_codec.py::test_every_state_of_a_run_is_the_same_afterwards",
         CASES,
@@ -597,9 +569,7 @@ TABLE: tuple[Thorough, ...] = (
         "tests/engine/local/test_own_states.py::test_what_replicas_go_on_with_is_what_they_had", PARITY, but_first=True
     ),
     Thorough(
-        "tests/engine/local/test_own_states.py::test_each_replica_has_a_state_of_its_own_in_the_checkpoint",
-        PARITY,
-        but_first=True,
+        "tests/engine/local/test_own_states.py::test_each_replica_has_a_state_of_its_own_in_the_checkpoint", PARITY
     ),
     Thorough(
         "tests/schedule/test_identities.py::test_plans_of_uneven_stages_that_wait_for_each_other_are_exact",
@@ -638,7 +608,7 @@ TABLE: tuple[Thorough, ...] = (
     Thorough(
         "tests/replica/tensor/test_rules_losses.py::test_a_classifier_never_gathers_its_logits", CASES, but_first=True
     ),
-    Thorough("tests/replica/tensor/test_models.py::test_a_batch_may_have_another_size", PARITY, but_first=True),
+    Thorough("tests/replica/tensor/test_models.py::test_a_batch_may_have_another_size", PARITY),
     Thorough("tests/engine/local/test_local_timers.py::test_a_late_replica_holds_nobody_up", CASES, but_first=True),
     Thorough("tests/engine/test_fragments.py::test_an_overlap_equals_a_plain_loop", PARITY, but_first=True),
     Thorough("tests/comm/shm/test_drop_in.py::test_pipelines", PARITY, but_first=True),
@@ -693,6 +663,129 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/engine/serving/test_serving.py::test_what_a_loader_draws_is_what_it_drew_before", LARGE),
     Thorough("tests/engine/local/test_own_states.py::test_they_move_between_engines", LARGE),
     Thorough("tests/engine/test_batch_dispatcher.py::test_an_epoch_is_exact_whoever_dies", LARGE),
+    Thorough("tests/planner/test_policies.py::test_stale_synchronous_without_slack_is_synchronous", STATISTICS),
+    Thorough("tests/planner/test_policies.py::test_own_steps", STATISTICS),
+    Thorough("tests/report/test_page.py::test_where_gradients_were_looked_at_the_page_tells_of_batch_sizes", CASES),
+    Thorough("tests/report/test_page.py::test_several_sources_are_several_sections", CASES),
+    Thorough("tests/report/test_page.py::test_a_loss_over_decades_has_a_logarithmic_axis", CASES),
+    Thorough("tests/report/test_page.py::test_pipelines_and_others_share_a_page", CASES),
+    Thorough("tests/report/test_page.py::test_work_that_is_unknown_is_not_drawn_as_none", CASES),
+    Thorough("tests/report/test_page.py::test_dependencies_of_parts_are_explained", CASES),
+    Thorough("tests/report/test_page.py::test_a_pipeline_is_drawn_as_a_step_beside_its_ideal", CASES),
+    Thorough(
+        "tests/test_share_workers.py::test_what_is_complete_is_returned_again_and_a_larger_budget_goes_on", COMMANDS
+    ),
+    Thorough("tests/test_share_workers.py::test_and_in_processes_on_one_engine", PARITY),
+    Thorough(
+        "tests/engine/local/test_replica_group.py::test_smooth_switch_that_waits_for_all_is_synchronous_training_of_pipelines",
+        PARITY,
+    ),
+    Thorough("tests/engine/local/test_replica_group.py::test_masks_of_pipelines_are_those_of_their_replica", PARITY),
+    Thorough("tests/engine/local/test_replica_group.py::test_masks_of_shards", PARITY),
+    Thorough(
+        "tests/engine/local/test_replica_group.py::test_stages_of_different_numbers_of_shards", PARITY, but_first=True
+    ),
+    Thorough("tests/engine/local/test_replica_group.py::test_a_replica_that_is_called_off_within_a_gradient", KILLS),
+    Thorough(
+        "tests/replica/test_capture.py::test_an_output_of_transformers_has_its_attributes_and_says_what_is_not_in_it",
+        LARGE,
+    ),
+    Thorough("tests/engine/test_distributed_served.py::test_one_that_pulls_ahead_computes_with_the_a_before", PARITY),
+    Thorough("tests/engine/test_distributed_served.py::test_a_silent_replica_leaves_where_that_is_asked_for", KILLS),
+    Thorough("tests/engine/test_distributed_served.py::test_a_run_goes_on_with_its_checkpoint", COMMANDS),
+    Thorough("tests/comm/shm/test_drop_in.py::test_checkpoints", PARITY),
+    Thorough("tests/comm/shm/test_collectives.py::test_two_threads", LARGE),
+    Thorough(
+        "tests/replica/pipeline/test_cut.py::test_a_part_that_computes_something_else_is_noticed", CASES, but_first=True
+    ),
+    Thorough(
+        "tests/engine/local/test_on_death.py::test_replicas_of_several_workers_can_be_left_out_of_one_update", KILLS
+    ),
+    Thorough("tests/replica/tensor/test_models.py::test_some_parameters_may_be_frozen", PARITY, but_first=True),
+    Thorough("tests/engine/local/test_elastic.py::test_gangs_come_and_go", KILLS),
+    Thorough(
+        "tests/engine/local/test_local_failures.py::test_under_hogwild_it_is_named_by_the_replica_that_had_it",
+        CASES,
+        but_first=True,
+    ),
+    Thorough(
+        "tests/engine/test_own_loops_under_torchrun.py::test_goes_on_from_the_state_of_the_script_s_optimizer", PARITY
+    ),
+    Thorough(
+        "tests/engine/test_own_loops_under_torchrun.py::test_a_script_that_joins_alone_draws_what_it_would_have_drawn",
+        PARITY,
+    ),
+    Thorough("tests/engine/test_own_loops_under_torchrun.py::test_a_second_ctrl_c_is_raised_at_once", KILLS),
+    Thorough("tests/planner/test_predict.py::test_outcomes_of_asked_rows_are_not_looked_at", PLANNER),
+    Thorough("tests/planner/test_predict.py::test_measured_rows_that_can_not_be_used_are_left_out", PLANNER),
+    Thorough("tests/planner/test_predict.py::test_whatever_stands_in_cells_has_an_answer_or_a_reason", PLANNER),
+    Thorough("tests/planner/test_predict.py::test_a_device_with_less_memory_than_is_needed_is_predicted", PLANNER),
+    Thorough(
+        "tests/engine/test_noise_scale.py::test_while_a_moves_it_is_the_mean_noise_by_the_mean_signal", STATISTICS
+    ),
+    Thorough("tests/engine/test_noise_scale.py::test_stages_that_go_on_by_themselves_are_looked_at_whole", PARITY),
+    Thorough("tests/parameter_scheduling/test_local_workers.py::test_a_worker_that_is_killed_is_named", KILLS),
+    Thorough("tests/benchmarks/test_smooth_switch.py::test_another_reading_has_a_folder_of_its_own", BENCHMARK),
+    Thorough("tests/benchmarks/test_smooth_switch.py::test_an_effect_counts_and_averages", BENCHMARK),
+    Thorough("tests/benchmarks/test_smooth_switch.py::test_needed_runs_come_round_after_round", BENCHMARK),
+    Thorough("tests/benchmarks/test_smooth_switch.py::test_curves_are_drawn_without_what_diverged", BENCHMARK),
+    Thorough("tests/test_strategy.py::test_toml_there_and_back", CASES),
+    Thorough("tests/engine/local/test_suspects.py::test_or_left_out", KILLS),
+    Thorough("tests/engine/local/test_suspects.py::test_otherwise_it_is_named_and_waited_for", KILLS),
+    Thorough("tests/replica/pipeline/test_async_stage.py::test_a_stream_that_ends_before_it_is_full", CASES),
+    Thorough("tests/engine/test_tensor_loose.py::test_what_is_not_finite_is_discarded", CASES),
+    Thorough(
+        "tests/engine/local/test_start.py::test_single_samples_are_refused_where_the_model_does_something_else_with_them",
+        COMMANDS,
+    ),
+    Thorough("tests/comm/shm/test_messages.py::test_tags_out_of_order", CASES),
+    Thorough(
+        "tests/engine/test_model_loss.py::test_a_loss_that_is_no_mean_over_samples_can_not_be_cut_into_micro_batches",
+        CASES,
+    ),
+    Thorough("tests/benchmarks/test_decoupled.py", BENCHMARK),
+    Thorough("tests/engine/test_tensor_parity.py::test_no_process_has_the_memory_of_what_is_divided", PARITY),
+    Thorough("tests/planner/test_servers.py::test_the_report_says_who_is_where_and_what_to_run", PLANNER),
+    Thorough("tests/replica/pipeline/test_branches.py::test_five_steps_equal_one_process", PARITY, but_first=True),
+    Thorough("tests/engine/ray/test_push_stream.py::test_of_one_version_a_comes_once", CASES, but_first=True),
+    Thorough("tests/engine/test_distributed_zero1.py::test_weights_that_stages_share_stay_one", PARITY),
+    Thorough(
+        "tests/engine/local/test_local_hangs.py::test_a_stopped_worker_is_named_with_those_who_wait_for_it", KILLS
+    ),
+    Thorough("tests/optim/test_lbfgs.py::test_it_finds_the_optimum", CASES, but_first=True),
+    Thorough("tests/planner/test_gpu_plans.py::test_all_that_is_named_runs", PLANNER, but_first=True),
+    Thorough("tests/planner/test_gpu_plans.py::test_unbuilt_plans_have_no_command", PLANNER),
+    Thorough("tests/engine/local/test_local_timers.py::test_a_round_is_open_when_the_run_is_cut", CASES),
+    Thorough("tests/benchmarks/test_scheduling.py::test_the_check_prevents_divergence", BENCHMARK),
+    Thorough("tests/test_tensor_page.py::test_the_tables_are_what_is_printed", PROGRAMS),
+    Thorough("tests/test_docs.py::test_the_json_page_has_every_key", PROGRAMS),
+    Thorough(
+        "tests/integrations/test_integrations.py::test_without_its_package_a_module_says_what_to_install", COMMANDS
+    ),
+    Thorough("tests/planner/test_search.py::test_nor_where_the_batch_may_vary", PLANNER),
+    Thorough("tests/engine/local/test_local_command.py::test_main_killed_while_it_trains", KILLS),
+    Thorough("tests/engine/local/test_replica_group_failures.py::test_ctrl_c_ends_all_workers", KILLS),
+    Thorough(
+        "tests/engine/local/test_replica_group_failures.py::test_counts_and_staleness_of_teams_that_run_freely", CASES
+    ),
+    Thorough("tests/replica/pipeline/test_pipelined_models.py::test_fewer_rows_of_another_length", CASES),
+    Thorough("tests/comm/test_device_memory.py::test_who_allocates_frees_it_with_the_last_tensor", CASES),
+    Thorough("tests/replica/test_short_steps.py::test_a_constant_of_the_first_batch_is_found_on_the_second", CASES),
+    Thorough("tests/replica/test_step_graph.py::test_what_a_graph_would_lose_is_refused", CASES, but_first=True),
+    Thorough("tests/planner/test_explain.py::test_all_policies_that_are_offered_can_be_had", PLANNER),
+    Thorough("tests/planner/test_explain.py::test_the_smallest_change_that_fits", PLANNER, but_first=True),
+    Thorough(
+        "tests/replica/tensor/test_collectives.py::test_a_layer_of_a_transformer_takes_two_each_way",
+        CASES,
+        but_first=True,
+    ),
+    Thorough("tests/engine/serving/test_serving.py::test_neither_sockets_nor_threads_nor_memory_are_left", COMMANDS),
+    Thorough("tests/replica/tensor/test_branches.py::test_another_number_of_samples", PARITY),
+    Thorough("tests/engine/test_sandblaster.py::test_the_end_is_the_last_accepted_point_and_its_record", CASES),
+    Thorough("tests/engine/local/test_local_parity.py::test_and_for_what_a_program_may_have", PARITY, but_first=True),
+    Thorough(
+        "tests/aggregation/test_policy_contract.py::test_only_what_has_no_sample_is_discarded", CASES, but_first=True
+    ),
     *(Thorough(f"tests/comm/test_compression.py::test_{name}", PARITY, but="P=2*") for name in COMPRESSED),
     *(Thorough(f"tests/replica/tensor/test_rules_{name}.py::test_every_way", PARITY, but_first=True) for name in RULES),
 )
