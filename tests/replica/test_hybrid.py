@@ -1,7 +1,7 @@
 """Parts of a pipeline divided each for itself, and what is asked of them by hand."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
@@ -29,12 +29,14 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), Fork(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4)).double()
 
 
-def lies(rules: Mapping[str, str], counts: Sequence[int] = (2, 2)) -> list[Mapping[str, Placement]]:
+def lies(
+    rules: Mapping[str, str], counts: Sequence[int] = (2, 2), made: Callable[[], nn.Module] = model
+) -> list[Mapping[str, Placement]]:
     """Of two stages, the second of which begins with the third layer."""
     x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     batch = Batch(x, torch.arange(8) % 4, 8)
     program = Program(
-        model=model,
+        model=made,
         loss=nn.functional.cross_entropy,
         optimizer=functools.partial(torch.optim.SGD, lr=0.1),
         train=(batch.input, batch.target),
@@ -64,6 +66,26 @@ def test_a_pattern_is_for_the_parts_that_it_fits() -> None:
 def test_a_pattern_that_fits_no_part_is_refused() -> None:
     with pytest.raises(InputError, match=r"unknown module in shard_rules '1\.c\*'.*1\.b1"):
         lies({"1.c*": "branch"})
+
+
+class Sorted(nn.Module):
+    """Uses the weight of an earlier layer in an operator that is never divided."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight, self.layer = weight, nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x @ self.weight.sort(0).values)
+
+
+def test_a_weight_that_a_later_stage_can_not_divide_alike_is_named() -> None:
+    def shared() -> nn.Module:
+        first = nn.Linear(6, 8)
+        return nn.Sequential(first, nn.ReLU(), Sorted(first.weight)).double()
+
+    with pytest.raises(InputError, match=r"^0\.weight: a later stage can't divide what it shares .* write shards=1"):
+        lies({}, made=shared)
 
 
 def test_a_stage_of_one_worker_is_left_as_it_is() -> None:

@@ -1,11 +1,13 @@
 """The graph of a shard: what is sent for outputs, and what one tensor as two arguments does."""
 
+from operator import getitem
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.replica.tensor.placements import Shard
+from paceline.replica.tensor.placements import PARTIAL, PARTIAL_GRAD, Shard
 from paceline.replica.tensor.sharding_plan import ShardingPlan
 from tests.replica.tensor.cases import forced, looked_at, planned, possible, same
 
@@ -83,3 +85,29 @@ def test_a_product_with_a_parameter_is_a_layer(k: int) -> None:
     plan = planned(model, x, k)
     assert same(plan, model, x) == {"all_reduce": 1}
     assert all(isinstance(layout, Shard) for layout in plan.parameters.values())
+
+
+class Gated(nn.Module):
+    """Terms of a sum in two pieces, of which one is needed whole and the other is added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8).double(), nn.Linear(8, 12).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual, skip = self.second(torch.relu(self.first(x))).chunk(2, -1)
+        return torch.tanh(x + residual) + skip
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_one_of_several_results_is_redistributed_by_itself(k: int) -> None:
+    model, x = seeded(Gated), numbers(5, 6)
+    found = looked_at(model, x, k)
+    row = next(call for call in found.calls.values() if "linear" in str(call.target) and call.inputs[1].shape[0] == 12)
+    chunk = next(call for call in found.calls.values() if "chunk" in str(call.target))
+    terms = next(way for way in possible(chunk) if PARTIAL in way.inputs)
+    item = next(call for call in found.calls.values() if call.target is getitem)
+    whole = next(way for way in possible(item) if way.inputs == (PARTIAL_GRAD,))
+    by_row = next(way for way in possible(row) if way.name == "row")
+    made = forced(found, k, {row.node: by_row, chunk.node: terms, item.node: whole})
+    same(made, model, x, "gated")

@@ -287,3 +287,10 @@ def shards_among(*available: Iterable[Placement]) -> list[Shard]:
         shardings = [placement for placement in each if isinstance(placement, Shard)]
         distinct |= dict.fromkeys(sorted(shardings, key=lambda split: (split.dim, split.blocks, split.sizes)))
     return list(distinct)
+
+
+def parameter_shardings(call: OpCall, value: GraphTensor) -> Iterator[Shard]:
+    """Yield the even divisions of a weight, along each of its dims; of any other tensor none."""
+    if value.parameter is not None and value.dims > 1:
+        for dim in range(-value.dims, 0):
+            yield from call.shardings(value.shape[dim], dim)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, getitem
 from typing import Any
 
 import torch
@@ -78,6 +78,8 @@ class _Rewriter:
         """Node of the model's graph -> node of the shard's, in its own placement."""
         self._inputs: dict[Node, Node] = {}
         """The same for the inputs of the current operator, in the placements that its strategy takes."""
+        self._items = set[Node]()
+        """Tensors that stand for a tuple of which they are one, since a tuple can't be redistributed."""
         self.total: Redistribute | None = None
         """See :class:`ShardGraph`."""
 
@@ -117,14 +119,19 @@ class _Rewriter:
             if not value.differentiable and (before, after) == (REPLICATE, PARTIAL_GRAD):
                 placed[value.key, after] = source  # the two differ in gradients alone
                 continue
+            if call.target is getitem and source not in self._items:
+                source = self.graph.call_function(getitem, (source, call.node.args[1]))
             module = Redistribute(self._shards, value.node.name, before, after)
             placed[value.key, after] = self._emitter.module(module, source)
+            if call.target is getitem:
+                self._items.add(placed[value.key, after])
         self._inputs = {
             value.node: node
             for value, placement in zip(call.inputs, strategy.inputs, strict=True)
             if (node := placed.get((value.key, placement))) is not None
         }
-        emitted = (strategy.emit or GraphEmitter.copy)(self._emitter, call)
+        items = [node for node in self._inputs.values() if node in self._items] if call.target is getitem else []
+        emitted = items[0] if items else (strategy.emit or GraphEmitter.copy)(self._emitter, call)
         self._inputs = {}
         self._nodes[call.node] = emitted
         for value, placement in zip(call.outputs, strategy.outputs, strict=True):

@@ -87,6 +87,11 @@ def plan_sharding(
     choices = op_choices(graph, user_rules, regions, fixed)
     user_rules.check()
     best = cheapest_steps(graph, choices, shards)
+    if best is None and fixed:
+        raise InputError(
+            f"{', '.join(sorted(fixed))}: a later stage can't divide what it shares with an earlier one as that does; "
+            "write shards=1 for both, or cuts= so that one stage uses it"
+        )
     if best is None:
         raise InputError(
             f"shard_rules={str(rules)!r} divide a parameter that several modules have in more than one way; write "

@@ -10,7 +10,7 @@ from paceline.replica.tensor import halo
 from paceline.replica.tensor.base import Available, GraphEmitter, OpCall, OpStrategy, aten, op_rule, shards_among
 from paceline.replica.tensor.halo import HaloReach, SlidingWindow
 from paceline.replica.tensor.placements import PARTIAL, PARTIAL_GRAD, Placement, Shard, even_sizes
-from paceline.replica.tensor.rules.linear import BIAS_RANK, can_be_summed, contracted_shardings, emit_bias_once
+from paceline.replica.tensor.rules.linear import BIAS_RANK, can_be_summed, dim_shardings, emit_bias_once
 
 
 @op_rule(*(getattr(getattr(aten, f"conv{n}d"), overload) for n in (1, 2, 3) for overload in ("default", "padding")))
@@ -59,7 +59,7 @@ def _by_weight_or_samples(call: OpCall, available: Available, filter_dim: int) -
             inputs: tuple[Placement, ...] = (PARTIAL_GRAD, filters, *(filters.at(-1) for _ in bias))
             yield OpStrategy(inputs, (output,), "filters", share=output.share)
         if can_be_summed(call, 2):
-            for channels in contracted_shardings(call, available[0], weight.shape[channel_dim], channel):
+            for channels in dim_shardings(call, available[0], weight.shape[channel_dim], channel):
                 inputs = (channels, channels.at(channel_dim - dims), *(BIAS_RANK for _ in bias))
                 yield OpStrategy(inputs, (PARTIAL,), "channels", emit_bias_once, channels.share)
     for split in shards_among(available[0]):

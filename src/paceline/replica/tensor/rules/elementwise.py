@@ -2,7 +2,16 @@
 
 from collections.abc import Iterator
 
-from paceline.replica.tensor.base import Available, OpCall, OpStrategy, aten, op_rule, shards_among
+from paceline.replica.tensor.base import (
+    Available,
+    GraphTensor,
+    OpCall,
+    OpStrategy,
+    aten,
+    op_rule,
+    parameter_shardings,
+    shards_among,
+)
 from paceline.replica.tensor.placements import PARTIAL, Placement, Shard
 
 _NAMES = (
@@ -28,10 +37,12 @@ _LINEAR = (aten.neg.default, aten.clone.default, aten.contiguous.default, aten.a
 
 @op_rule(*_NAMES, redistributes=False, handles_repeats=True)
 def elementwise(call: OpCall, available: Available) -> Iterator[OpStrategy]:
-    """y = f(x, ...) element by element: S_p is whatever part the tensors are sharded into."""
+    """y = f(x, ...) element by element: S_p is whatever part the tensors are sharded into; of weights alone, any."""
     if len(call.outputs) != 1:
         return
-    for split, inputs in broadcast_shardings(call, available):
+    weights = [value for value in call.inputs if value.parameter is not None]
+    own = parameter_shardings(call, max(weights, key=_dims)) if weights == [*call.inputs] else ()
+    for split, inputs in broadcast_shardings(call, [*available, frozenset(own)]):
         yield OpStrategy(inputs, (split,), share=split.share)
     # Terms of a sum may go through sums, and products with what is replicated, before they are summed up.
     if call.repeats_input:  # a square of a sum is not the sum of squares
@@ -46,6 +57,10 @@ def elementwise(call: OpCall, available: Available) -> Iterator[OpStrategy]:
             yield OpStrategy(tuple(PARTIAL if terms else v.replicated for terms, v in pairs), (PARTIAL,))
     elif call.target in _LINEAR and partial[0] and len(call.inputs) == 1:
         yield OpStrategy((PARTIAL,), (PARTIAL,))
+
+
+def _dims(value: GraphTensor) -> int:
+    return value.dims
 
 
 @op_rule(aten.broadcast_tensors.default, redistributes=False)

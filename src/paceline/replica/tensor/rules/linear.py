@@ -20,11 +20,11 @@ def linear(call: OpCall, available: Available) -> Iterator[OpStrategy]:
     samples: S_p = everything; x_p are some of the rows of x, and so is y_p.
     """
     _, weight, *bias = call.inputs
-    for rows in call.shardings(weight.shape[0], -2):
+    for rows in dim_shardings(call, available[1], weight.shape[0], -2):
         part = rows.at(-1)
         yield OpStrategy((PARTIAL_GRAD, rows, *(part for _ in bias)), (part,), "column", share=part.share)
     if can_be_summed(call, 2):
-        for columns in contracted_shardings(call, available[0], weight.shape[1]):
+        for columns in dim_shardings(call, [*available[0], *available[1]], weight.shape[1]):
             inputs: tuple[Placement, ...] = (columns, columns, *(BIAS_RANK for _ in bias))
             yield OpStrategy(inputs, (PARTIAL,), "row", emit_bias_once, columns.share)
     for split in shards_among(available[0]):
@@ -42,7 +42,7 @@ def addmm(call: OpCall, available: Available) -> Iterator[OpStrategy]:
     for columns in call.shardings(weight.shape[1], -1):
         yield OpStrategy((columns, PARTIAL_GRAD, columns), (columns,), "column", share=columns.share)
     if can_be_summed(call, 0):
-        for columns in contracted_shardings(call, available[1], weight.shape[0]):
+        for columns in dim_shardings(call, available[1], weight.shape[0]):
             inputs = (BIAS_RANK, columns, columns.at(-2))
             yield OpStrategy(inputs, (PARTIAL,), "row", emit_addmm_row, columns.share)
     for split in shards_among(available[1]):
@@ -63,8 +63,8 @@ def can_be_summed(call: OpCall, bias: int) -> bool:
     return any(others) or not any(value.differentiable for value in call.inputs)
 
 
-def contracted_shardings(call: OpCall, available: Iterable[Placement], length: int, dim: int = -1) -> Iterator[Shard]:
-    """Yield the shardings of the dim of x that is summed over: even ones, and those that x has, say in blocks."""
+def dim_shardings(call: OpCall, available: Iterable[Placement], length: int, dim: int = -1) -> Iterator[Shard]:
+    """Yield the shardings of a dim: even ones, and those that a tensor has already, say in blocks."""
     present = (split for split in shards_among(available) if split.dim == dim and split.length == length)
     yield from dict.fromkeys((*call.shardings(length, dim), *present))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from paceline.replica.tensor.base import Available, OpCall, OpStrategy, aten, op_rule, shards_among
+from paceline.replica.tensor.base import Available, OpCall, OpStrategy, aten, op_rule, parameter_shardings, shards_among
 from paceline.replica.tensor.placements import PARTIAL, Shard
 from paceline.replica.tensor.rules.elementwise import broadcast_inputs
 
@@ -12,7 +12,7 @@ def matmul(call: OpCall, available: Available) -> Iterator[OpStrategy]:
     """z = x·y over the last two dims.
 
     heads: of a dim before them S_p = a part of both. Others are as in a linear layer: column, S_p = columns of y; row,
-    S_p = rows of y, and z is the sum; samples, S_p = everything of y, where that is a parameter.
+    S_p = rows of y, and z is the sum; samples, S_p = everything of y, and rows of x, which may be a parameter too.
     """
     if len(call.inputs) != 2 or min(value.dims for value in call.inputs) < 2:
         return
@@ -22,10 +22,11 @@ def matmul(call: OpCall, available: Available) -> Iterator[OpStrategy]:
         if inputs is not None:
             yield OpStrategy(inputs, (split,), "heads", share=split.share)
     # A parameter is sharded as the product takes it.
-    rows, columns = list[Shard](), list[Shard]()
+    own = parameter_shardings(call, x) if x.dims == 2 else ()
+    rows, columns = [split for split in shards_among(available[1]) if (y.dims, split.dim) == (2, -2)], list[Shard]()
     if y.parameter is not None and y.dims == 2:
         rows, columns = (list(call.shardings(y.shape[dim], dim)) for dim in (-2, -1))
-    for split in dict.fromkeys((*(row.at(-1) for row in rows), *shards_among(available[0]))):
+    for split in dict.fromkeys((*(row.at(-1) for row in rows), *shards_among(available[0]), *own)):
         if split.dim == -2:
             yield OpStrategy((split, y.replicated), (split,), "samples", share=split.share)
         elif split.dim == -1 and y.shape[-2] == split.length:

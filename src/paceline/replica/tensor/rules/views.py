@@ -10,7 +10,15 @@ import torch
 from torch.fx import Node
 
 from paceline.replica.tensor import base
-from paceline.replica.tensor.base import Emit, GraphEmitter, OpCall, OpStrategy, aten, shards_among
+from paceline.replica.tensor.base import (
+    Emit,
+    GraphEmitter,
+    OpCall,
+    OpStrategy,
+    aten,
+    parameter_shardings,
+    shards_among,
+)
 from paceline.replica.tensor.graph_ops import PIECES, RESHAPES, matching_dims
 from paceline.replica.tensor.placements import PARTIAL, Placement, Shard
 
@@ -21,12 +29,12 @@ Moved: TypeAlias = tuple[Shard, Emit | None] | None
 def view_rule(*targets: Any) -> Callable[[Callable[[OpCall, Shard], Moved]], base.OpRule]:
     """Decorate a function as the rule of operators that move elements: S_p is the part of the tensor that was sharded.
 
-    It is so wherever that part goes; and a sum of terms stays one.
+    It is so wherever that part goes, and a sum of terms stays one. A parameter is sharded along any dim.
     """
 
     def rule(moved: Callable[[OpCall, Shard], Moved]) -> base.OpRule:
         def strategies(call: OpCall, available: base.Available) -> Iterator[OpStrategy]:
-            for split in shards_among(available[0]):
+            for split in dict.fromkeys((*shards_among(available[0]), *parameter_shardings(call, call.inputs[0]))):
                 result = moved(call, split)
                 if result is not None:
                     outputs = tuple(result[0] for _ in call.outputs)
@@ -98,7 +106,7 @@ def reshape(call: OpCall, split: Shard) -> Moved:
     )
 
 
-@view_rule(aten.transpose.int, aten.permute.default, aten.t.default, aten.movedim.int)
+@view_rule(aten.transpose.int, aten.permute.default, aten.movedim.int, "t", "mT", "numpy_T")
 def transpose(call: OpCall, split: Shard) -> Moved:
     """Dims in another order: S_p is the part that was sharded."""
     dims = call.inputs[0].dims
