@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from paceline.replica.tensor.base import (
     Available,
-    GraphTensor,
     OpCall,
     OpStrategy,
     aten,
@@ -40,8 +39,8 @@ def elementwise(call: OpCall, available: Available) -> Iterator[OpStrategy]:
     """y = f(x, ...) element by element: S_p is whatever part the tensors are sharded into; of weights alone, any."""
     if len(call.outputs) != 1:
         return
-    weights = [value for value in call.inputs if value.parameter is not None]
-    own = parameter_shardings(call, max(weights, key=_dims)) if weights == [*call.inputs] else ()
+    alone = all(value.parameter is not None for value in call.inputs)
+    own = (split for value in call.inputs if alone for split in parameter_shardings(call, value))
     for split, inputs in broadcast_shardings(call, [*available, frozenset(own)]):
         yield OpStrategy(inputs, (split,), share=split.share)
     # Terms of a sum may go through sums, and products with what is replicated, before they are summed up.
@@ -57,10 +56,6 @@ def elementwise(call: OpCall, available: Available) -> Iterator[OpStrategy]:
             yield OpStrategy(tuple(PARTIAL if terms else v.replicated for terms, v in pairs), (PARTIAL,))
     elif call.target in _LINEAR and partial[0] and len(call.inputs) == 1:
         yield OpStrategy((PARTIAL,), (PARTIAL,))
-
-
-def _dims(value: GraphTensor) -> int:
-    return value.dims
 
 
 @op_rule(aten.broadcast_tensors.default, redistributes=False)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from paceline.replica.tensor.base import Available, OpCall, OpStrategy, aten, op_rule, parameter_shardings, shards_among
-from paceline.replica.tensor.placements import PARTIAL, Shard
+from paceline.replica.tensor.placements import PARTIAL
 from paceline.replica.tensor.rules.elementwise import broadcast_inputs
 
 
@@ -22,15 +22,16 @@ def matmul(call: OpCall, available: Available) -> Iterator[OpStrategy]:
         if inputs is not None:
             yield OpStrategy(inputs, (split,), "heads", share=split.share)
     # A parameter is sharded as the product takes it.
-    own = parameter_shardings(call, x) if x.dims == 2 else ()
-    rows, columns = [split for split in shards_among(available[1]) if (y.dims, split.dim) == (2, -2)], list[Shard]()
-    if y.parameter is not None and y.dims == 2:
-        rows, columns = (list(call.shardings(y.shape[dim], dim)) for dim in (-2, -1))
-    for split in dict.fromkeys((*(row.at(-1) for row in rows), *shards_among(available[0]), *own)):
+    of_x, of_y = (
+        dict.fromkeys((*(parameter_shardings(call, value) if value.dims == 2 else ()), *shards_among(present)))
+        for value, present in zip(call.inputs, available, strict=True)
+    )
+    rows = (split.at(-1) for split in of_y if (y.dims, split.dim) == (2, -2))
+    for split in dict.fromkeys((*rows, *of_x)):
         if split.dim == -2:
             yield OpStrategy((split, y.replicated), (split,), "samples", share=split.share)
         elif split.dim == -1 and y.shape[-2] == split.length:
             yield OpStrategy((split, split.at(-2)), (PARTIAL,), "row", share=split.share)
-    for split in dict.fromkeys((*columns, *shards_among(available[1]))):
+    for split in of_y:
         if split.dim == -1:
             yield OpStrategy((x.replicated, split), (split,), "column", share=split.share)
